@@ -1,0 +1,248 @@
+"""Checkpoint: the tensors of a safetensors folder, by header alone.
+
+Decisions: an index, where present, is the allow-list of (tensor, shard) pairs, so a stray shard or a stale tensor is
+never read; shard names are plain base names; nothing but JSON and safetensors is opened, so no repository code runs
+and nothing is unpickled. The format is 8 little-endian bytes of header length, a JSON header, then the data.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from builder.errors import Refused
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Where a tensor's bytes lie. offset and nbytes are in bytes, offset from the start of the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def read(self) -> NDArray[Any]:
+        """The tensor in its stored dtype, row-major. Reads exactly its bytes."""
+        flat: NDArray[Any] = np.fromfile(
+            self.file, dtype=NUMPY_DTYPES[self.dtype], count=math.prod(self.shape), offset=self.offset
+        )
+        if flat.nbytes != self.nbytes:
+            raise Refused(
+                f"{self.file.name} tensor {self.name}",
+                expected=f"{self.nbytes} bytes",
+                found=f"{flat.nbytes}",
+                remedy="the file changed while it was read; run again",
+            )
+        return flat.reshape(self.shape)
+
+
+class Checkpoint(Mapping[str, TensorRef]):
+    """A folder with config.json and safetensors shards, as a mapping of tensor name to TensorRef."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise Refused(self.folder, expected="a checkpoint folder", found="no such folder", remedy="check the path")
+        self.config: dict[str, Any] = self._config()
+        self._tensors = _read_tensors(self.folder)
+
+    def __getitem__(self, name: str) -> TensorRef:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def _config(self) -> dict[str, Any]:
+        document = self.json("config.json")
+        if document is None:
+            raise Refused(
+                self.folder / "config.json",
+                expected="a file",
+                found="nothing",
+                remedy="give a complete checkpoint folder",
+            )
+        return document
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """A JSON object beside the weights, or None where the file is absent."""
+        path = self.folder / name
+        return read_json_object(path) if path.is_file() else None
+
+    @cached_property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({ref.file for ref in self._tensors.values()}))
+
+    @cached_property
+    def prefix(self) -> str:
+        """Prefix of the text model's tensors: vision-language checkpoints nest it one level deeper."""
+        for prefix in ("model.language_model.", "model."):
+            if f"{prefix}embed_tokens.weight" in self:
+                return prefix
+        raise Refused(
+            f"{self.folder.name} model.embed_tokens.weight",
+            expected="an embedding under model. or model.language_model.",
+            found="none",
+            remedy="check that every shard is there",
+        )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Refused(path, expected="JSON in UTF-8", found=str(error), remedy="fetch the file again") from None
+    if not isinstance(document, dict):
+        raise Refused(path, expected="a JSON object", found=type(document).__name__, remedy="fetch the file again")
+    return document
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorRef]:
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return _indexed_tensors(folder, index)
+    shards = sorted(path for path in folder.glob("*.safetensors"))
+    if len(shards) != 1:
+        raise Refused(
+            folder,
+            expected=f"one .safetensors file or {INDEX_NAME}",
+            found=", ".join(path.name for path in shards) or "neither",
+            remedy="fetch the missing files",
+        )
+    return read_header(shards[0])
+
+
+def _indexed_tensors(folder: Path, index: Path) -> dict[str, TensorRef]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise Refused(
+            f"{INDEX_NAME} weight_map", expected="tensor to shard names", found=weight_map, remedy="fetch it again"
+        )
+    headers: dict[str, dict[str, TensorRef]] = {}
+    tensors: dict[str, TensorRef] = {}
+    for name, shard in weight_map.items():
+        if shard not in headers:
+            headers[shard] = read_header(_shard_path(folder, shard))
+        if name not in headers[shard]:
+            raise Refused(
+                f"{shard} tensor {name}",
+                expected="the tensor the index assigns to it",
+                found="none",
+                remedy="fetch the shard again",
+            )
+        tensors[name] = headers[shard][name]
+    return tensors
+
+
+def _shard_path(folder: Path, shard: object) -> Path:
+    plain = isinstance(shard, str) and shard not in ("", ".", "..") and not any(c in shard for c in "/\\\0")
+    if not plain or not str(shard).endswith(".safetensors"):
+        raise Refused(
+            f"{INDEX_NAME} shard {shard!r}",
+            expected="a plain .safetensors file name",
+            found="a path",
+            remedy="do not use this index",
+        )
+    path = folder / str(shard)
+    if not path.is_file():
+        raise Refused(path, expected="the shard the index names", found="no file", remedy="finish the download")
+    return path
+
+
+def read_header(path: Path) -> dict[str, TensorRef]:
+    """Every tensor of one safetensors file, checked against the file's size. Raises Refused."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            raise Refused(
+                path,
+                expected="a safetensors header",
+                found=f"a length of {length} in a file of {size} bytes",
+                remedy="fetch the file again",
+            )
+        raw = file.read(length)
+    try:
+        header = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Refused(path, expected="a JSON header", found=str(error), remedy="fetch the file again") from None
+    if not isinstance(header, dict):
+        raise Refused(
+            path, expected="a JSON object as header", found=type(header).__name__, remedy="fetch the file again"
+        )
+    header.pop("__metadata__", None)
+    start = 8 + length
+    refs = {name: _tensor_ref(path, name, entry, start, size) for name, entry in header.items()}
+    _refuse_overlaps(path, refs)
+    return refs
+
+
+def _tensor_ref(path: Path, name: str, entry: Any, start: int, size: int) -> TensorRef:
+    def refuse(expected: str, found: object) -> Refused:
+        return Refused(f"{path.name} tensor {name}", expected=expected, found=found, remedy="fetch the file again")
+
+    if not isinstance(entry, dict):
+        raise refuse("an object with dtype, shape and data_offsets", entry)
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in NUMPY_DTYPES:
+        raise refuse(f"a dtype of {', '.join(NUMPY_DTYPES)}", dtype)
+    if not _all_naturals(shape):
+        raise refuse("a shape of non-negative integers", shape)
+    if not _all_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise refuse("data_offsets [begin, end]", offsets)
+    nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise refuse(f"{nbytes} bytes for {dtype} {list(shape)}", f"{offsets[1] - offsets[0]}")
+    if start + offsets[1] > size:
+        raise refuse(f"data up to byte {start + offsets[1]}", f"a file of {size} bytes: it is cut short")
+    return TensorRef(name, path, dtype, tuple(shape), start + offsets[0], nbytes)
+
+
+def _all_naturals(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+
+def _refuse_overlaps(path: Path, refs: dict[str, TensorRef]) -> None:
+    ordered = sorted((ref for ref in refs.values() if ref.nbytes), key=lambda ref: ref.offset)
+    for before, after in itertools.pairwise(ordered):
+        if before.offset + before.nbytes > after.offset:
+            raise Refused(
+                f"{path.name} tensor {after.name}",
+                expected=f"bytes from {before.offset + before.nbytes} on",
+                found=f"an overlap with {before.name}",
+                remedy="fetch the file again",
+            )

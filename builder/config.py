@@ -1,0 +1,191 @@
+"""ModelConfig: config.json read once into a frozen type; nothing downstream sees the dictionary.
+
+Both shapes of the file are read: the text class keeps its keys at the top level, the vision-language class keeps them
+under `text_config`. Where a key moved between transformers versions (rope_theta), every known place is tried and
+there is no default: a wrong theta loads silently.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from builder.errors import Refused
+
+LayerType = Literal["linear_attention", "full_attention"]
+DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Rope(_Frozen):
+    """Rotary embedding: base frequency theta, rotated share of the head, and the (t, h, w) split of the half width."""
+
+    theta: float = Field(gt=1)
+    partial_rotary_factor: float = Field(gt=0, le=1)
+    mrope_section: tuple[int, int, int]
+
+
+class ModelConfig(_Frozen):
+    """Geometry of a Qwen3.5-family text model. Sizes in elements; names are those of config.json."""
+
+    model_type: str
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    layer_types: tuple[LayerType, ...]
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    linear_num_key_heads: int = Field(gt=0)
+    linear_num_value_heads: int = Field(gt=0)
+    linear_key_head_dim: int = Field(gt=0)
+    linear_value_head_dim: int = Field(gt=0)
+    linear_conv_kernel_dim: int = Field(gt=1)
+    rms_norm_eps: float = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0)
+    mtp_num_hidden_layers: int = 0
+    tie_word_embeddings: bool = False
+    rope: Rope
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
+    @property
+    def linear_key_dim(self) -> int:
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_dim(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the short convolution: queries, keys and values side by side."""
+        return 2 * self.linear_key_dim + self.linear_value_dim
+
+    def layers_of(self, kind: LayerType) -> tuple[int, ...]:
+        return tuple(i for i, layer_type in enumerate(self.layer_types) if layer_type == kind)
+
+
+def parse_config(document: dict[str, Any], source: str = "config.json") -> ModelConfig:
+    """Reads the parsed config.json of a checkpoint. `source` names the file in errors. Raises Refused."""
+    text = document.get("text_config", document)
+    if not isinstance(text, dict):
+        raise Refused(f"{source} text_config", expected="an object", found=type(text).__name__, remedy="mend the file")
+    model_type = document.get("model_type")
+    if model_type not in DENSE_TYPES:
+        raise Refused(
+            f"{source} model_type",
+            expected=f"one of {', '.join(DENSE_TYPES)}",
+            found=repr(model_type),
+            remedy="export a dense Qwen3.5-family checkpoint",
+        )
+    _refuse_unsupported(text, source)
+    merged = {**text, "model_type": model_type, "layer_types": _layer_types(text), "rope": _rope(text, source)}
+    merged.setdefault("tie_word_embeddings", document.get("tie_word_embeddings", False))
+    try:
+        config = ModelConfig.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        found = "nothing" if first["type"] == "missing" else repr(first["input"])
+        raise Refused(f"{source} {key}", expected=first["msg"], found=found, remedy="mend the file") from None
+    _check_geometry(config, source)
+    return config
+
+
+def _refuse_unsupported(text: dict[str, Any], source: str) -> None:
+    """Keys whose other values would need another graph. attn_output_gate is unconditional in transformers."""
+    supported: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False, None),
+        "attn_output_gate": (True, None),
+        "output_gate_type": ("swish", "silu", None),
+    }
+    for key, allowed in supported.items():
+        if text.get(key, allowed[0]) not in allowed:
+            raise Refused(
+                f"{source} {key}", expected=allowed[0], found=repr(text[key]), remedy="this variant is not supported"
+            )
+
+
+def _layer_types(text: dict[str, Any]) -> Any:
+    if text.get("layer_types") is not None:
+        return text["layer_types"]
+    interval = text.get("full_attention_interval", 4)
+    count = text.get("num_hidden_layers", 0)
+    if not (isinstance(interval, int) and interval > 0 and isinstance(count, int)):
+        return None
+    return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)]
+
+
+def _rope(text: dict[str, Any], source: str) -> dict[str, Any]:
+    """rope_theta lived at the top, in rope_scaling, and now in rope_parameters."""
+    places = [text.get("rope_parameters") or {}, text, text.get("rope_scaling") or {}]
+
+    def find(key: str, default: Any = None) -> Any:
+        return next((place[key] for place in places if place.get(key) is not None), default)
+
+    kind = (text.get("rope_parameters") or text.get("rope_scaling") or {}).get("rope_type", "default")
+    if kind not in ("default", "mrope"):
+        raise Refused(
+            f"{source} rope_type",
+            expected="default",
+            found=repr(kind),
+            remedy="scaled rotary embeddings are not supported",
+        )
+    theta = find("rope_theta")
+    if theta is None:
+        raise Refused(
+            f"{source} rope_theta",
+            expected="a number in rope_parameters or text_config",
+            found="nothing",
+            remedy="add it",
+        )
+    return {
+        "theta": theta,
+        "partial_rotary_factor": find("partial_rotary_factor", 0.25),
+        "mrope_section": find("mrope_section", [11, 11, 10]),
+    }
+
+
+def _check_geometry(config: ModelConfig, source: str) -> None:
+    def require(holds: bool, key: str, expected: str, found: object) -> None:
+        if not holds:
+            raise Refused(f"{source} {key}", expected=expected, found=found, remedy="mend the file")
+
+    require(
+        len(config.layer_types) == config.num_hidden_layers,
+        "layer_types",
+        f"{config.num_hidden_layers} entries (num_hidden_layers)",
+        len(config.layer_types),
+    )
+    require(
+        config.num_attention_heads % config.num_key_value_heads == 0,
+        "num_attention_heads",
+        f"a multiple of num_key_value_heads {config.num_key_value_heads}",
+        config.num_attention_heads,
+    )
+    require(
+        config.linear_num_value_heads % config.linear_num_key_heads == 0,
+        "linear_num_value_heads",
+        f"a multiple of linear_num_key_heads {config.linear_num_key_heads}",
+        config.linear_num_value_heads,
+    )
+    half = config.rotary_dim // 2
+    require(
+        config.rotary_dim % 2 == 0 and sum(config.rope.mrope_section) == half,
+        "mrope_section",
+        f"three sizes that sum to {half}, half the rotary width",
+        list(config.rope.mrope_section),
+    )
+    require(
+        config.mtp_num_hidden_layers in (0, 1),
+        "mtp_num_hidden_layers",
+        "0 or 1 (one head layer, chained)",
+        config.mtp_num_hidden_layers,
+    )

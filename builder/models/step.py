@@ -1,0 +1,70 @@
+"""Step: what all layers of one graph share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from builder import contract
+from builder.config import ModelConfig
+from builder.graph import Graph, Value
+from builder.ops import Capture, Packing
+from builder.weights import Computed
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What every attention layer of a graph shares: position_ids [3, 1, T] and the float32 cos and sin tables."""
+
+    position_ids: Value
+    cos: Value
+    sin: Value
+
+    @classmethod
+    def of(cls, graph: Graph, config: ModelConfig, positions: int) -> Rotary:
+        """Tables for `positions` positions, as initializers of the graph."""
+        shape = (positions, config.rotary_dim // 2)
+        cos = Computed("cos", None, shape, lambda: rotary_tables(config, positions)[0])
+        sin = Computed("sin", None, shape, lambda: rotary_tables(config, positions)[1])
+        return cls(
+            graph.op.Unsqueeze(graph.input(contract.POSITION_IDS), [1]),
+            graph.weight("cos_cache", cos),
+            graph.weight("sin_cache", sin),
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one graph share: how rows are packed, positions, and where state updates are captured."""
+
+    packing: Packing
+    rotary: Rotary
+    capture: Capture | None
+
+    @classmethod
+    def of(cls, graph: Graph, config: ModelConfig, positions: int, capacity: int) -> Step:
+        packing = Packing(
+            graph.input(contract.CUMULATIVE_LENGTHS),
+            graph.input(contract.PAST_LENGTHS),
+            graph.input(contract.BLOCK_TABLE),
+            graph.input(contract.ATTENTION_METADATA),
+        )
+        capture = None
+        if capacity:
+            capture = Capture(capacity, graph.input(contract.CAPTURE_COUNT), graph.input(contract.CAPTURE_ACTIVE))
+        return cls(packing, Rotary.of(graph, config, positions), capture)
+
+
+def rotary_tables(config: ModelConfig, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin [positions, rotary_dim / 2] in float32.
+
+    Angles are rounded as transformers rounds them (inverse frequencies and their products in float32), because that is
+    what the model was trained with; only cos and sin themselves are taken in float64.
+    """
+    dim = config.rotary_dim
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    inverse = (np.float32(1) / np.power(np.float32(config.rope.theta), exponents)).astype(np.float32)
+    angles = (np.arange(positions, dtype=np.float32)[:, None] * inverse).astype(np.float64)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

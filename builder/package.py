@@ -1,0 +1,178 @@
+"""The package folder: weights streamed, graphs, configuration and text files, staged beside the target and renamed.
+
+Nothing appears under the final name before it is whole: everything is written into a `.partial-*` folder in the same
+parent, read back and cross-checked, flushed, and renamed. Whatever fails on the way takes that folder with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from builder import reader
+from builder.checkpoint import Checkpoint
+from builder.errors import MachineError, Refused
+from builder.genai_config import MTP_FILE, TARGET_FILE
+from builder.graph import Graph
+from builder.progress import Progress
+from builder.tokens import TEXT_FILES
+from builder.weights import Placement, Weight, place
+
+FILES = {"target": TARGET_FILE, "mtp": MTP_FILE}
+DATA_FILE = "weights.data"
+CONFIG_FILE = reader.CONFIG_FILE
+MAX_TEXT_FILE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Written:
+    """Bytes of weights in the package, and how many of them both graphs use."""
+
+    bytes: int
+    shared_bytes: int
+
+
+def refuse_existing(out: Path, force: bool) -> None:
+    """Raises Refused where `out` is in the way; asked again just before the rename."""
+    if not out.exists() or (force and out.is_dir()):
+        return
+    remedy = "choose another name" if force else "pass --force to replace it, or choose another name"
+    raise Refused(out, expected="a new folder", found="something there already", remedy=remedy)
+
+
+def write(
+    out: Path,
+    checkpoint: Checkpoint,
+    graphs: Mapping[str, Graph],
+    describe: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    *,
+    force: bool,
+    progress: Progress,
+) -> Written:
+    """graphs: "target" and perhaps "mtp". describe: shared initializers to genai_config.json's content.
+
+    Raises Refused or MachineError, with nothing left behind.
+    """
+    out = out.absolute()
+    with _machine_errors(out), _staging(out) as folder:
+        places = _write_weights(folder, graphs, progress)
+        for name, graph in graphs.items():
+            proto = ir.to_proto(graph.to_model(places))
+            (folder / FILES[name]).write_bytes(proto.SerializeToString(deterministic=True))
+        _copy_text_files(checkpoint, folder)
+        shared = _shared_initializers(graphs, places)
+        config = describe(shared)
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        reader.read(folder)
+        _flush(folder)
+        refuse_existing(out, force)
+        _publish(folder, out)
+    total = sum(placement.length for placement in places.values())
+    return Written(total, sum(int(entry["length"]) for entry in shared))
+
+
+@contextlib.contextmanager
+def _machine_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise MachineError(f"{out}: no space left for the package; free some or choose another disk") from error
+        where = error.filename or out
+        raise MachineError(f"{where}: {error.strerror or error}; the package was not written") from error
+
+
+@contextlib.contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, gone afterwards unless it was renamed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".partial-{out.name}-", dir=out.parent))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_weights(folder: Path, graphs: Mapping[str, Graph], progress: Progress) -> dict[object, Placement]:
+    weights = [weight for graph in graphs.values() for weight in graph.weights.values()]
+    narrowed = set[object]().union(*(graph.narrowed for graph in graphs.values()))
+    with (folder / DATA_FILE).open("wb") as file:
+        return place(_reported(weights, progress), file, DATA_FILE, narrowed)
+
+
+def _reported(weights: list[Weight], progress: Progress) -> Iterator[Weight]:
+    total, done = sum(weight.nbytes for weight in weights), 0
+    for weight in weights:
+        yield weight
+        done += weight.nbytes
+        progress("writing weights", done, total)
+
+
+def _shared_initializers(graphs: Mapping[str, Graph], places: Mapping[object, Placement]) -> list[dict[str, Any]]:
+    """Weights that the head takes from the target. Offsets are text: JSON readers keep numbers as doubles."""
+    if "mtp" not in graphs:
+        return []
+    target = graphs["target"].weights
+    return [
+        {
+            "name": name,
+            "data_file": places[weight.key].file,
+            "offset": str(places[weight.key].offset),
+            "length": str(places[weight.key].length),
+            "data_type": int(weight.dtype),
+            "shape": list(weight.shape),
+        }
+        for name, weight in graphs["mtp"].weights.items()
+        if name in target and weight.origin is not None
+    ]
+
+
+def _copy_text_files(checkpoint: Checkpoint, folder: Path) -> None:
+    for name in TEXT_FILES:
+        source = checkpoint.folder / name
+        if not source.is_file():
+            continue
+        if source.stat().st_size > MAX_TEXT_FILE_BYTES:
+            raise Refused(
+                source,
+                expected=f"at most {MAX_TEXT_FILE_BYTES} bytes",
+                found=source.stat().st_size,
+                remedy="check the file",
+            )
+        (folder / name).write_bytes(source.read_bytes())
+
+
+def _flush(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _publish(folder: Path, out: Path) -> None:
+    """Renames; an old package is set aside first and restored if the rename fails."""
+    if not out.exists():
+        folder.rename(out)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".partial-{out.name}-old-", dir=out.parent))
+    out.rename(aside / out.name)
+    try:
+        folder.rename(out)
+    except OSError:
+        (aside / out.name).rename(out)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

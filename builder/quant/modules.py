@@ -1,0 +1,71 @@
+"""ModuleTensors: one module's view of the checkpoint, by the names its own code uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from builder.checkpoint import TensorRef
+from builder.errors import Refused
+from builder.quant.linear import FLOAT_DTYPES, check_scales, read_linear
+from builder.quant.tensors import QuantTensor
+
+ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+"""Tensors that quantize activations or the KV cache: known and counted, never emitted."""
+
+
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The checkpoint under a dotted prefix ("" or "model.layers.3."), and a record of what was taken from it.
+
+    by_module: tensors by module name and last name part. All views of one checkpoint share the records: `linears`
+    (module name to QuantTensor) and `used` (tensor names).
+    """
+
+    by_module: Mapping[str, Mapping[str, TensorRef]]
+    prefix: str = ""
+    linears: dict[str, QuantTensor] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorRef]) -> ModuleTensors:
+        by_module: dict[str, dict[str, TensorRef]] = {}
+        for name, ref in tensors.items():
+            module, _, leaf = name.rpartition(".")
+            by_module.setdefault(module, {})[leaf] = ref
+        return cls(by_module)
+
+    def sub(self, name: str) -> ModuleTensors:
+        """The view of a child module; `name` may be dotted."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def has(self, module: str) -> bool:
+        return f"{self.prefix}{module}" in self.by_module
+
+    def tensor(self, name: str, *shapes: tuple[int, ...]) -> TensorRef:
+        """A float tensor such as `A_log` or `input_layernorm.weight`, in one of the given shapes. Raises Refused."""
+        full = f"{self.prefix}{name}"
+        module, _, leaf = full.rpartition(".")
+        ref = self.by_module.get(module, {}).get(leaf)
+        if ref is None:
+            raise Refused(f"tensor {full}", expected="it", found="none", remedy="check that every shard is there")
+        if ref.dtype not in FLOAT_DTYPES or ref.shape not in shapes:
+            raise Refused(
+                f"tensor {full}",
+                expected=f"{' or '.join(FLOAT_DTYPES)} {' or '.join(str(list(s)) for s in shapes)}",
+                found=f"{ref.dtype} {list(ref.shape)}",
+                remedy="check that config.json belongs to this checkpoint",
+            )
+        self.used.add(full)
+        return ref
+
+    def linear(self, name: str, out_features: int, in_features: int) -> QuantTensor:
+        """The weight [out_features, in_features] of a linear module, its scales read and checked. Raises Refused."""
+        module = f"{self.prefix}{name}"
+        own = self.by_module.get(module, {})
+        quantized = read_linear(module, own, (out_features, in_features))
+        check_scales(quantized)
+        self.linears[module] = quantized
+        self.used.update(ref.name for ref in quantized.refs)
+        self.used.update(own[leaf].name for leaf in ACTIVATION_SCALES if leaf in own)
+        return quantized

@@ -1,0 +1,295 @@
+"""build-model: command-line arguments in, one call, and its result printed. No logic lives here.
+
+stdout carries the result; progress and warnings go to stderr. Heavy imports happen inside the commands, so that
+--help answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from builder.errors import DraftsmithError, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from builder.progress import Progress
+    from runtime.generation import Ask, Generation
+    from runtime.text import Tokenizer
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress and no warnings on stderr.")
+
+
+class Commands(click.Group):
+    """A group whose commands turn this project's errors into one line and their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DraftsmithError as error:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"build-model: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+@click.version_option(package_name="draftsmith")
+def main(debug: bool) -> None:
+    """Quantized Qwen3.5 checkpoints to ONNX Runtime packages with speculative decoding."""
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Progress]:
+    """A bar on stderr for work that lasts; nothing when silenced or not on a terminal."""
+    from builder.progress import silent
+
+    if quiet or not sys.stderr.isatty():
+        yield silent
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    with Bars(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(task: str, done: int, total: int) -> None:
+            if task not in tasks:
+                tasks[task] = bars.add_task(task, total=total)
+            bars.update(tasks[task], completed=done)
+
+        yield report
+
+
+def show(result: Any, as_json: bool, human: Callable[[], None]) -> None:
+    """The one place where a result becomes output."""
+    if as_json:
+        click.echo(json.dumps(result, ensure_ascii=False))
+    else:
+        human()
+
+
+def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(*columns, title=title)
+    for row in rows:
+        drawn.add_row(*map(str, row))
+    Console().print(drawn)
+
+
+def warn(lines: list[str], quiet: bool) -> None:
+    if not quiet:
+        for line in lines:
+            click.echo(f"build-model: warning: {line}", err=True)
+
+
+@main.command()
+@click.argument("src", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--weights", type=click.Choice(["auto", "link", "copy"]), default="auto", help="How weights enter the package."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float16", "bfloat16"]),
+    default="auto",
+    help="Activation type; auto is float16.",
+)
+@click.option(
+    "--mtp", type=click.Choice(["auto", "off", "require"]), default="auto", help="The multi-token-prediction head."
+)
+@click.option("--max-draft-tokens", type=int, default=3, show_default=True, help="Drafts a step may verify, 1 to 7.")
+@click.option(
+    "--checkpoints",
+    type=click.Choice(["compact", "off"]),
+    default="compact",
+    help="State updates to roll back by; without them nothing can be drafted.",
+)
+@click.option("--block-size", type=int, default=256, show_default=True, help="Tokens per cache block.")
+@click.option("--max-batch-size", type=int, default=100, show_default=True, help="Requests per step.")
+@click.option("--context-length", type=int, help="Tokens of context; the model's positions if not given.")
+@click.option("--force", is_flag=True, help="Replace an existing package.")
+@json_option
+@quiet_option
+def export(src: Path, out: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Write package OUT from checkpoint folder SRC."""
+    import builder
+
+    with progress_bar(quiet) as progress:
+        report = builder.export(src, out, builder.ExportOptions(**options), progress)
+    warn(report.warnings, quiet)
+
+    def human() -> None:
+        click.echo(report.package)
+        rows = [
+            [name, graph.file, graph.nodes, *graph.matmuls.values(), *graph.layers.values()]
+            for name, graph in report.graphs.items()
+            if graph
+        ]
+        table(
+            f"{report.weights['copied_bytes']:,} bytes of weights in {report.seconds:.1f} s",
+            ["graph", "file", "nodes", "nvfp4", "fp8", "float", "full attention", "linear attention"],
+            rows,
+        )
+
+    show(report.to_json(), as_json, human)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@json_option
+def inspect(path: Path, as_json: bool) -> None:
+    """Say what a checkpoint or a package holds."""
+    import builder
+
+    found = builder.inspect(path)
+
+    def human() -> None:
+        for key, value in found.items():
+            if key != "modules":
+                click.echo(f"{key}: {json.dumps(value, ensure_ascii=False)}")
+        groups: dict[tuple[str, str], list[int]] = {}
+        for module in found.get("modules", []):
+            groups.setdefault((module["role"], module["format"]), []).append(module["bytes"])
+        rows = [[role, kind, len(sizes), f"{sum(sizes):,}"] for (role, kind), sizes in groups.items()]
+        if rows:
+            table("linear modules", ["role", "format", "modules", "bytes"], rows)
+
+    show(found, as_json, human)
+
+
+@main.command()
+@click.argument("package", type=click.Path(path_type=Path))
+@click.option("--prompt", help="Text to complete.")
+@click.option("--chat", help="A user message for the chat template.")
+@click.option("--token-ids", help="Prompt tokens, separated by commas.")
+@click.option(
+    "--requests",
+    type=click.Path(path_type=Path),
+    help="JSON lines: token_ids or prompt, max_new_tokens, draft_tokens, arrive_at_step.",
+)
+@click.option("--max-new-tokens", type=int, default=64, show_default=True)
+@click.option("--draft-tokens", type=int, default=0, show_default=True, help="Drafts per step; 0 is plain decoding.")
+@click.option("--ep", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Execution provider.")
+@click.option("--num-blocks", type=int, help="Cache blocks; what the requests need if not given.")
+@click.option("--block-size", type=int, help="Tokens per cache block; the package's if not given.")
+@click.option("--max-batch-size", type=int, help="Requests per step; the package's if not given.")
+@click.option("--max-scheduled-tokens", type=int, default=2048, show_default=True, help="Packed rows per step.")
+@click.option(
+    "--dump",
+    type=click.Path(path_type=Path),
+    help="Write logits, hidden states and drafts of one prompt to an .npz file.",
+)
+@json_option
+@quiet_option
+def run(
+    package: Path,
+    prompt: str | None,
+    chat: str | None,
+    token_ids: str | None,
+    requests: Path | None,
+    max_new_tokens: int,
+    draft_tokens: int,
+    ep: Any,
+    num_blocks: int | None,
+    block_size: int | None,
+    max_batch_size: int | None,
+    max_scheduled_tokens: int,
+    dump: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Generate text or tokens from PACKAGE."""
+    sources = {"--prompt": prompt, "--chat": chat, "--token-ids": token_ids, "--requests": requests}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        raise Refused(
+            "prompt", expected=f"one of {', '.join(sources)}", found=" and ".join(given) or "none", remedy="give one"
+        )
+    import runtime
+    from runtime import generation, recording
+
+    loaded = runtime.load(package, ep)
+    tokenizer = _tokenizer(package)
+    asks = _asks(tokenizer, package, sources, max_new_tokens, draft_tokens)
+    options = generation.options_for(
+        loaded,
+        asks,
+        runtime.EngineOptions(
+            num_blocks, block_size, max_batch_size or loaded.package.max_batch_size, max_scheduled_tokens
+        ),
+    )
+    with progress_bar(quiet) as progress:
+        result = generation.generate(loaded, asks, options, progress)
+    if dump:
+        recording.write(dump, loaded, asks, options)
+    texts = [
+        tokenizer.decode(request.token_ids, loaded.package.eos_token_ids) if tokenizer else None
+        for request in result.requests
+    ]
+    show(generation.to_json(result, texts), as_json, lambda: _print_generation(result, texts))
+
+
+def _tokenizer(package: Path) -> Tokenizer | None:
+    from runtime.text import open_tokenizer
+
+    return open_tokenizer(package)
+
+
+def _asks(
+    tokenizer: Tokenizer | None, package: Path, sources: dict[str, Any], max_new_tokens: int, draft_tokens: int
+) -> list[Ask]:
+    from runtime import generation
+    from runtime.text import Tokenizer
+
+    def encoder() -> Tokenizer:
+        return tokenizer or Tokenizer(package)
+
+    if sources["--requests"] is not None:
+        return generation.read_asks(
+            sources["--requests"], max_new_tokens, draft_tokens, lambda text: encoder().encode(text)
+        )
+    if sources["--prompt"] is not None:
+        ids = encoder().encode(sources["--prompt"])
+    elif sources["--chat"] is not None:
+        ids = encoder().encode_chat(sources["--chat"])
+    else:
+        ids = _parse_ids(sources["--token-ids"])
+    return [generation.Ask(tuple(ids), max_new_tokens, draft_tokens)]
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise Refused(
+            "--token-ids", expected="integers separated by commas", found=text[:60], remedy="mend it"
+        ) from None
+
+
+def _print_generation(result: Generation, texts: list[str | None]) -> None:
+    for request, text in zip(result.requests, texts, strict=True):
+        click.echo(text if text is not None else ",".join(map(str, request.token_ids)))
+    stats = result.stats
+    drafts = (
+        f"{stats.draft_tokens_accepted}/{stats.draft_tokens_evaluated} drafts accepted"
+        if stats.draft_tokens_proposed
+        else "no drafts"
+    )
+    speed = result.num_tokens / result.seconds if result.seconds else 0.0
+    click.echo(f"{result.num_tokens} tokens, {speed:.0f} tokens/s, {drafts}", err=True)
+
+
+if __name__ == "__main__":
+    main()

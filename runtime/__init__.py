@@ -1,0 +1,28 @@
+"""Runs packages to validate them: the paged speculative loop on ONNX Runtime. The public API; imports are lazy."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine, EngineOptions
+    from runtime.loading import LoadedPackage, load
+    from runtime.request import Request
+
+__all__ = ["Engine", "EngineOptions", "LoadedPackage", "Request", "load"]
+
+_HOMES = {
+    "Engine": "runtime.engine",
+    "EngineOptions": "runtime.engine",
+    "LoadedPackage": "runtime.loading",
+    "Request": "runtime.request",
+    "load": "runtime.loading",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Loads an API name on first use, so that `import runtime` does not load ONNX Runtime."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'runtime' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,272 @@
+"""Engine: several requests in one packed batch, step by step, with speculative decoding.
+
+A step: plan, reserve, draft with the head, run the target once, accept, commit. Requests join between steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from builder import contract
+from builder.errors import Refused
+from builder.reader import Package
+from runtime import memory
+from runtime.blocks import BlockPool
+from runtime.fixed_state import StateGeometry
+from runtime.loading import LoadedPackage
+from runtime.packing import Array
+from runtime.proposer import MtpProposer
+from runtime.request import Request
+from runtime.sampling import greedy, verified
+from runtime.scheduler import RowPlan, plan_step
+from runtime.target import TargetModel
+from runtime.telemetry import Stats
+from runtime.transaction import Transaction
+
+MAX_LOGITS_BYTES = 1 << 28
+"""The target makes one row of logits per packed token; prompts are cut so that a step's logits stay below this."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """num_blocks: None is room for one request of full context. block_size, max_draft_tokens: None is the package's.
+
+    max_draft_tokens 0 makes a plain engine, which does not load the head; a head that is loaded follows every request.
+    """
+
+    num_blocks: int | None = None
+    block_size: int | None = None
+    max_batch_size: int = 8
+    max_scheduled_tokens: int = 2048
+    max_draft_tokens: int | None = None
+
+
+class Engine:
+    """One target, perhaps its head, and the requests between them."""
+
+    def __init__(self, package: LoadedPackage, options: EngineOptions | None = None) -> None:
+        options = options or EngineOptions()
+        self.package: Package = package.package
+        self.options = options
+        self.stats = Stats()
+        self.max_draft_tokens = _draft_limit(self.package, options.max_draft_tokens)
+        block_size = options.block_size or self.package.block_size
+        num_blocks = options.num_blocks or -(-self.package.context_length // block_size)
+        _check_positive(options, block_size)
+        _require_memory(self.package, num_blocks * block_size, options.max_batch_size, self.max_draft_tokens > 0)
+        self._pool = BlockPool(num_blocks, block_size)
+        self.target = TargetModel(self.package, package.target, num_blocks, block_size, options.max_batch_size)
+        self.proposer: MtpProposer | None = None
+        if self.max_draft_tokens and self.package.mtp:
+            self.proposer = MtpProposer(self.package.mtp, package.mtp(), num_blocks, block_size)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._max_tokens = min(options.max_scheduled_tokens, max(1, MAX_LOGITS_BYTES // (4 * self.package.vocab_size)))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int = 64,
+        draft_tokens: int = 0,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> Request:
+        """Queues a prompt. stop_token_ids: None is the package's. Raises Refused for one that can never be served."""
+        self.check(token_ids, max_new_tokens, draft_tokens)
+        prompt = tuple(int(token) for token in token_ids)
+        stops = self.package.eos_token_ids if stop_token_ids is None else stop_token_ids
+        room = self.package.context_length - len(prompt)
+        request = Request(prompt, min(max_new_tokens, room), draft_tokens, frozenset(stops))
+        if room:
+            self._waiting.append(request)
+        else:
+            request.finish_reason = "length"
+        return request
+
+    def check(self, token_ids: Sequence[int], max_new_tokens: int, draft_tokens: int) -> None:
+        """Raises Refused for a request that can never be served."""
+        _check_prompt(token_ids, self.package)
+        if max_new_tokens < 1:
+            raise Refused("--max-new-tokens", expected="1 or more", found=max_new_tokens, remedy="ask for more")
+        if not 0 <= draft_tokens <= self.max_draft_tokens:
+            raise Refused(
+                "--draft-tokens",
+                expected=f"0 to {self.max_draft_tokens}, the limit of package and engine",
+                found=draft_tokens,
+                remedy="ask for fewer",
+            )
+        longest = min(len(token_ids) + max_new_tokens, self.package.context_length) - 1
+        needed = self._pool.blocks_for(longest)
+        if needed > self._pool.num_blocks:
+            raise Refused(
+                "--num-blocks",
+                expected=f"{needed} blocks of {self._pool.block_size} tokens for this request",
+                found=self._pool.num_blocks,
+                remedy="give it more blocks",
+            )
+
+    def step(self) -> dict[Request, list[int]]:
+        """Runs one step; returns the tokens that each request gained in it."""
+        self._retire()
+        self._admit()
+        if not self._running:
+            return {}
+        plan = plan_step(self._running, self._max_tokens, self.max_draft_tokens)
+        plan.sort(key=lambda row: row.request.slot or 0)
+        with Transaction(plan, self.target.states) as transaction:
+            drafts = self._draft(plan)
+            logits, hidden = self.target.run(
+                transaction.segments(drafts), transaction.view, transaction.capture_counts()
+            )
+            gained = _accept(plan, drafts, logits)
+            kept = [row.num_tokens + max(0, len(gained.get(row.request, ())) - 1) for row in plan]
+            transaction.commit(kept)
+        self.stats.target_forward_passes += 1
+        for row in plan:
+            self._deliver(row, drafts.get(row.request, []), gained.get(row.request, []))
+        if self.proposer:
+            self._feed_head(self.proposer, plan, kept, hidden)
+        self._retire()
+        return gained
+
+    def _admit(self) -> None:
+        """Takes waiting requests in order while a slot and their blocks can be had."""
+        while self._waiting and len(self._running) < self.options.max_batch_size:
+            table = self._pool.open_table(self._waiting[0].max_cached)
+            if table is None:
+                return
+            request = self._waiting.popleft()
+            request.table = table
+            companion = self._running[0].slot if self._running else None
+            request.slot = self.target.states.take(companion) if self.target.states else len(self._running)
+            self._running.append(request)
+
+    def _retire(self) -> None:
+        for request in [request for request in self._running if request.finish_reason]:
+            self._running.remove(request)
+            if request.table:
+                request.table.close()
+            if self.target.states and request.slot is not None:
+                self.target.states.give_back(request.slot)
+            request.unread_hidden = []
+        self._waiting = deque(request for request in self._waiting if not request.finish_reason)
+
+    def _draft(self, plan: Sequence[RowPlan]) -> dict[Request, list[int]]:
+        """Drafts of every decode row: the caller's own where given, else the head's."""
+        decodes = [row for row in plan if not row.is_prefill]
+        own = {row.request: list(row.request.proposed[: row.num_drafts]) for row in decodes if row.request.proposed}
+        drafts = {request: tokens for request, tokens in own.items() if tokens}
+        if self.proposer and decodes:
+            rows = [replace(row, num_drafts=0) if row.request in own else row for row in decodes]
+            drafts |= self.proposer.draft(rows, self.stats)
+        return drafts
+
+    def _deliver(self, row: RowPlan, drafts: list[int], tokens: list[int]) -> None:
+        request = row.request
+        request.token_ids += tokens
+        if drafts:
+            request.proposed = None
+            accepted = sum(1 for draft, token in zip(drafts, tokens, strict=False) if draft == token)
+            stopped = accepted == len(tokens)
+            evaluated = self.stats.record_round(len(drafts), accepted, stopped=stopped)
+            request.counts.proposed += len(drafts)
+            request.counts.evaluated += evaluated
+            request.counts.accepted += accepted
+        if tokens and tokens[-1] in request.stop_token_ids:
+            request.finish_reason = "stop"
+        elif len(request.token_ids) == request.max_new_tokens:
+            request.finish_reason = "length"
+
+    def _feed_head(self, proposer: MtpProposer, plan: Sequence[RowPlan], kept: Sequence[int], hidden: Array) -> None:
+        """Hands committed hidden rows to the head: prompt rows are fed at once, decode rows wait for the next stage 0.
+
+        So does the last row of a prompt, whose next token has only just been chosen.
+        """
+        start = 0
+        for row, count in zip(plan, kept, strict=True):
+            if not row.request.finish_reason:
+                row.request.unread_hidden.append(hidden[start : start + count].copy())
+            start += row.length
+        proposer.prime([row.request for row in plan if row.is_prefill], self.stats)
+
+
+def _accept(plan: Sequence[RowPlan], drafts: Mapping[Request, list[int]], logits: Array) -> dict[Request, list[int]]:
+    """The tokens each request gains: verified drafts and the target's next one, cut after the first stop id."""
+    ends = np.cumsum([row.length for row in plan])
+    wanted = [
+        range(end - 1 - row.num_drafts, end) if row.samples else range(0) for row, end in zip(plan, ends, strict=True)
+    ]
+    indices = [index for rows in wanted for index in rows]
+    chosen = iter(greedy(logits if len(indices) == len(logits) else logits[indices]))
+    gained: dict[Request, list[int]] = {}
+    for row, rows in zip(plan, wanted, strict=True):
+        if row.samples:
+            tokens = verified(drafts.get(row.request, ()), [next(chosen) for _ in rows])
+            stop = next((i for i, token in enumerate(tokens) if token in row.request.stop_token_ids), len(tokens))
+            gained[row.request] = tokens[: stop + 1]
+    return gained
+
+
+def _draft_limit(package: Package, asked: int | None) -> int:
+    limit = package.max_draft_tokens if package.mtp and package.capacity else 0
+    if asked is None:
+        return limit
+    if not 0 <= asked <= limit:
+        raise Refused(
+            "--draft-tokens",
+            expected=f"0 to {limit}, the package's limit",
+            found=asked,
+            remedy="ask for fewer, or export with a larger --max-draft-tokens",
+        )
+    return asked
+
+
+def _check_positive(options: EngineOptions, block_size: int) -> None:
+    sizes = {
+        "--num-blocks": options.num_blocks,
+        "--block-size": block_size,
+        "--max-batch-size": options.max_batch_size,
+        "--max-scheduled-tokens": options.max_scheduled_tokens,
+    }
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise Refused(name, expected="1 or more", found=size, remedy="choose another")
+
+
+def _check_prompt(prompt: Sequence[int], package: Package) -> None:
+    if len(prompt) == 0:
+        raise Refused("prompt", expected="at least one token", found="none", remedy="give a prompt")
+    if len(prompt) > package.context_length:
+        raise Refused(
+            "prompt",
+            expected=f"at most {package.context_length} tokens, the package's context",
+            found=len(prompt),
+            remedy="shorten it",
+        )
+    bad = next((token for token in prompt if not 0 <= token < package.vocab_size), None)
+    if bad is not None:
+        raise Refused(
+            "prompt", expected=f"token ids below {package.vocab_size}", found=bad, remedy="use this package's tokenizer"
+        )
+
+
+def _require_memory(package: Package, cached_tokens: int, num_slots: int, with_head: bool) -> None:
+    layers = len(package.full_layers) + with_head
+    heads, dim = (
+        map(int, package.target.io.input(contract.PAST_KEY.format(package.full_layers[0])).shape[2:])
+        if package.full_layers
+        else (0, 0)
+    )
+    geometry = StateGeometry.of(package)
+    caches = 2 * 4 * layers * cached_tokens * heads * dim
+    states = num_slots * geometry.bytes_per_slot if geometry else 0
+    memory.require(
+        caches + states, "caches and states", "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"
+    )

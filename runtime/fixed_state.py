@@ -1,0 +1,213 @@
+"""FixedStates: convolution and recurrent states of the linear-attention layers, two banks per slot.
+
+A step reads each row's active bank and writes its inactive one, so nothing committed is ever overwritten. Where only
+a prefix of a row's tokens is kept, the inactive bank is rebuilt from the active one by replaying the captured state
+updates in float32; then the slot's banks swap. All layers of a kind lie in one array, [bank, layer, slot, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from builder import contract
+from builder.reader import Package
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class StateGeometry:
+    """Shapes of one slot of one layer: conv [C, K - 1], recurrent [Hv, dv, dk]; key_heads is Hk of the capsule."""
+
+    layers: tuple[int, ...]
+    conv: tuple[int, ...]
+    recurrent: tuple[int, ...]
+    key_heads: int
+    capacity: int
+
+    @classmethod
+    def of(cls, package: Package) -> StateGeometry | None:
+        """None for a model without linear-attention layers."""
+        if not package.linear_layers:
+            return None
+        first = package.linear_layers[0]
+        io = package.target.io
+        return cls(
+            package.linear_layers,
+            tuple(map(int, io.input(contract.PAST_CONV.format(first)).shape[1:])),
+            tuple(map(int, io.input(contract.PAST_RECURRENT.format(first)).shape[1:])),
+            package.linear_num_key_heads,
+            package.capacity,
+        )
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return 2 * 4 * len(self.layers) * int(np.prod(self.conv) + np.prod(self.recurrent))
+
+    @property
+    def capsule_width(self) -> int:
+        heads, value_dim, key_dim = self.recurrent
+        return heads + self.key_heads * key_dim + heads * value_dim
+
+
+@dataclass(frozen=True)
+class StateView:
+    """Arrays of one step by graph name. `key` names the memory, so that equal keys may share a prepared run."""
+
+    slots: tuple[int, ...]
+    key: tuple[int, ...]
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+    stage: Stage
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Buffers for a number of rows: gathered states (where rows do not lie side by side) and captured updates."""
+
+    conv_in: Array
+    conv_out: Array
+    recurrent_in: Array
+    recurrent_out: Array
+    conv_update: Array
+    capsule: Array
+
+
+class FixedStates:
+    """num_slots slots; a slot is one request's states in every linear-attention layer."""
+
+    def __init__(self, geometry: StateGeometry, num_slots: int) -> None:
+        self.geometry = geometry
+        layers = len(geometry.layers)
+        self._conv = np.zeros((2, layers, num_slots, *geometry.conv), np.float32)
+        self._recurrent = np.zeros((2, layers, num_slots, *geometry.recurrent), np.float32)
+        self._active = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._stages: dict[int, Stage] = {}
+        self._views: dict[tuple[int, ...], StateView] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, in_step_with: int | None = None) -> int:
+        """A zeroed slot, on the same bank as the slot `in_step_with`, so that both can be bound as one view."""
+        slot = self._free.pop()
+        bank = 0 if in_step_with is None else self._active[in_step_with]
+        self._active[slot] = bank
+        self._conv[bank, :, slot] = 0
+        self._recurrent[bank, :, slot] = 0
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Keeps the lowest free slot on top, so that live slots stay side by side."""
+        self._free.append(slot)
+        self._free.sort(reverse=True)
+
+    def view(self, slots: Sequence[int]) -> StateView:
+        """The step's arrays for these slots in row order: views of the banks where possible, gathered copies else."""
+        slots = tuple(slots)
+        bank = self._active[slots[0]]
+        side_by_side = slots == tuple(range(slots[0], slots[0] + len(slots)))
+        if side_by_side and all(self._active[slot] == bank for slot in slots):
+            key = (len(slots), bank, slots[0])
+            if key not in self._views:
+                rows = slice(slots[0], slots[0] + len(slots))
+                states = (self._conv[bank, :, rows], self._recurrent[bank, :, rows])
+                nexts = (self._conv[1 - bank, :, rows], self._recurrent[1 - bank, :, rows])
+                self._views[key] = self._named(slots, key, states, nexts)
+            return self._views[key]
+        return self._gathered(slots)
+
+    def _gathered(self, slots: tuple[int, ...]) -> StateView:
+        stage = self._stage(len(slots))
+        banks = [self._active[slot] for slot in slots]
+        stage.conv_in[:] = self._conv[banks, :, list(slots)].swapaxes(0, 1)
+        stage.recurrent_in[:] = self._recurrent[banks, :, list(slots)].swapaxes(0, 1)
+        return self._named(
+            slots, (len(slots),), (stage.conv_in, stage.recurrent_in), (stage.conv_out, stage.recurrent_out)
+        )
+
+    def _named(
+        self, slots: tuple[int, ...], key: tuple[int, ...], states: tuple[Array, Array], nexts: tuple[Array, Array]
+    ) -> StateView:
+        stage = self._stage(len(slots))
+        inputs: dict[str, Array] = {}
+        outputs: dict[str, Array] = {}
+        for index, layer in enumerate(self.geometry.layers):
+            inputs[contract.PAST_CONV.format(layer)] = states[0][index]
+            inputs[contract.PAST_RECURRENT.format(layer)] = states[1][index]
+            outputs[contract.PRESENT_CONV.format(layer)] = nexts[0][index]
+            outputs[contract.PRESENT_RECURRENT.format(layer)] = nexts[1][index]
+            if self.geometry.capacity:
+                outputs[contract.CONV_UPDATE.format(layer)] = stage.conv_update[index]
+                outputs[contract.RECURRENT_UPDATE.format(layer)] = stage.capsule[index]
+        return StateView(slots, key, inputs, outputs, stage)
+
+    def _stage(self, rows: int) -> Stage:
+        if rows not in self._stages:
+            geometry = self.geometry
+            layers, capacity = len(geometry.layers), geometry.capacity
+
+            def buffer(*shape: int) -> Array:
+                return np.zeros((layers, rows, *shape), np.float32)
+
+            self._stages[rows] = Stage(
+                buffer(*geometry.conv),
+                buffer(*geometry.conv),
+                buffer(*geometry.recurrent),
+                buffer(*geometry.recurrent),
+                buffer(capacity, geometry.conv[0]),
+                buffer(capacity * geometry.capsule_width),
+            )
+        return self._stages[rows]
+
+    def prepare(self, view: StateView, kept: Sequence[int], lengths: Sequence[int]) -> None:
+        """Brings each row's inactive bank to the state after its first kept[row] of lengths[row] tokens.
+
+        The last step that may fail; nothing that is committed has changed yet.
+        """
+        gathered = len(view.key) == 1
+        for row, slot in enumerate(view.slots):
+            bank = 1 - self._active[slot]
+            if kept[row] < lengths[row]:
+                self._replay(view.stage, row, slot, kept[row])
+            elif gathered:
+                self._conv[bank, :, slot] = view.stage.conv_out[:, row]
+                self._recurrent[bank, :, slot] = view.stage.recurrent_out[:, row]
+
+    def _replay(self, stage: Stage, row: int, slot: int, kept: int) -> None:
+        """Shift-appends raw rows to the convolution; S = decay * S + outer(delta, key) token by token, in float32."""
+        bank = self._active[slot]
+        width = self.geometry.conv[1]
+        appended = stage.conv_update[:, row, :kept].swapaxes(1, 2)
+        joined = np.concatenate([self._conv[bank, :, slot], appended], axis=2)
+        self._conv[1 - bank, :, slot] = joined[:, :, -width:]
+        decays, keys, deltas = self._factors(stage.capsule[:, row])
+        state = self._recurrent[1 - bank, :, slot]
+        state[:] = self._recurrent[bank, :, slot]
+        for token in range(kept):
+            state *= decays[:, token, :, None, None]
+            state += deltas[:, token, :, :, None] * keys[:, token, :, None, :]
+
+    def _factors(self, capsule: Array) -> tuple[Array, Array, Array]:
+        """capsule [layers, capacity * width] to decays [layers, capacity, Hv], keys [.., dk] and deltas [.., dv]."""
+        geometry = self.geometry
+        layers, capacity = len(geometry.layers), geometry.capacity
+        heads, value_dim, key_dim = geometry.recurrent
+        first = capacity * heads
+        second = first + capacity * geometry.key_heads * key_dim
+        decays = capsule[:, :first].reshape(layers, capacity, heads)
+        keys = capsule[:, first:second].reshape(layers, capacity, geometry.key_heads, key_dim)
+        deltas = capsule[:, second:].reshape(layers, capacity, heads, value_dim)
+        return decays, np.repeat(keys, heads // geometry.key_heads, axis=2), deltas
+
+    def commit(self, view: StateView) -> None:
+        """Swaps the banks of the view's slots. Cannot fail."""
+        for slot in view.slots:
+            self._active[slot] ^= 1

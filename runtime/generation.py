@@ -1,0 +1,155 @@
+"""generate(): a list of asked-for generations through one engine, each joining at its own step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from builder.errors import Refused
+from builder.progress import Progress, silent
+from runtime.engine import Engine, EngineOptions
+from runtime.loading import LoadedPackage
+from runtime.request import Request
+from runtime.telemetry import Stats
+
+Encode = Callable[[str], list[int]]
+
+
+class Line(BaseModel):
+    """One line of a requests file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: list[int] | None = None
+    prompt: str | None = None
+    max_new_tokens: int | None = None
+    draft_tokens: int | None = None
+    arrive_at_step: int = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A generation that is wanted: prompt tokens, limits, and the engine step at which it joins."""
+
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    draft_tokens: int
+    arrive_at_step: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All requests, finished, in the order asked; seconds from the first step to the last."""
+
+    requests: tuple[Request, ...]
+    stats: Stats
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.requests)
+
+
+def read_asks(path: Path, max_new_tokens: int, draft_tokens: int, encode: Encode) -> list[Ask]:
+    """Reads JSON lines; a line's own limits win over the defaults. Raises Refused naming the line."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(path, expected="JSON lines in UTF-8", found=str(error), remedy="check --requests") from None
+    asks = [
+        _ask(f"{path} line {number}", line, max_new_tokens, draft_tokens, encode)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not asks:
+        raise Refused(path, expected="at least one request", found="none", remedy="check --requests")
+    return asks
+
+
+def _ask(where: str, text: str, max_new_tokens: int, draft_tokens: int, encode: Encode) -> Ask:
+    try:
+        line = Line.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise Refused(
+            f"{where} {key}".strip(), expected=first["msg"], found=json.dumps(text)[:80], remedy="mend the line"
+        ) from None
+    if (line.token_ids is None) == (line.prompt is None):
+        raise Refused(where, expected="either token_ids or prompt", found="both or neither", remedy="mend the line")
+    ids = line.token_ids if line.token_ids is not None else encode(line.prompt or "")
+    return Ask(
+        tuple(ids),
+        max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
+        draft_tokens if line.draft_tokens is None else line.draft_tokens,
+        line.arrive_at_step,
+    )
+
+
+def options_for(package: LoadedPackage, asks: Sequence[Ask], options: EngineOptions) -> EngineOptions:
+    """Options with what was left open sized to the requests: drafts, and blocks for as many as may run at once."""
+    drafts = max(ask.draft_tokens for ask in asks)
+    batch = min(options.max_batch_size, len(asks))
+    block_size = options.block_size or package.package.block_size
+    context = package.package.context_length
+    needs = sorted(
+        (-(-min(len(a.token_ids) + max(1, a.max_new_tokens) - 1, context) // max(1, block_size)) for a in asks),
+        reverse=True,
+    )
+    num_blocks = sum(needs[:batch]) if options.num_blocks is None else options.num_blocks
+    return replace(
+        options,
+        max_draft_tokens=drafts,
+        max_batch_size=batch,
+        num_blocks=max(1, num_blocks) if options.num_blocks is None else num_blocks,
+    )
+
+
+def generate(
+    package: LoadedPackage, asks: Sequence[Ask], options: EngineOptions, progress: Progress = silent
+) -> Generation:
+    """Runs every request to its end. Raises Refused before the first step for one that can never be served."""
+    engine = Engine(package, options)
+    for ask in asks:
+        engine.check(ask.token_ids, ask.max_new_tokens, ask.draft_tokens)
+    pending = sorted(range(len(asks)), key=lambda index: asks[index].arrive_at_step)
+    requests: dict[int, Request] = {}
+    total = sum(ask.max_new_tokens for ask in asks)
+    started = time.perf_counter()
+    step = 0
+    while pending or engine.has_work:
+        while pending and asks[pending[0]].arrive_at_step <= step:
+            index = pending.pop(0)
+            ask = asks[index]
+            requests[index] = engine.submit(ask.token_ids, ask.max_new_tokens, ask.draft_tokens)
+        engine.step()
+        step += 1
+        progress("generating", sum(len(request.token_ids) for request in requests.values()), total)
+    seconds = time.perf_counter() - started
+    return Generation(tuple(requests[index] for index in range(len(asks))), engine.stats, seconds)
+
+
+def to_json(generation: Generation, texts: Sequence[str | None]) -> dict[str, Any]:
+    """The result object of `build-model run --json`."""
+    return {
+        "requests": [
+            {
+                "token_ids": request.token_ids,
+                "text": text,
+                "finish_reason": request.finish_reason,
+                "drafts_proposed": request.counts.proposed,
+                "drafts_evaluated": request.counts.evaluated,
+                "drafts_accepted": request.counts.accepted,
+            }
+            for request, text in zip(generation.requests, texts, strict=True)
+        ],
+        "stats": generation.stats.to_json(),
+        "seconds": generation.seconds,
+        "tokens_per_second": generation.num_tokens / generation.seconds if generation.seconds else 0.0,
+    }

@@ -1,0 +1,50 @@
+"""load(): a package folder becomes sessions."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import onnx
+
+from builder import reader
+from builder.reader import GraphFile, Package
+from runtime import memory
+from runtime.session import ExecutionProvider, Session
+
+PACKED_OPS = {"MatMulBlockQuantizedFp4Weight": 2}
+"""Ops whose second input holds more than one weight per element."""
+
+
+class LoadedPackage:
+    """A package with its target loaded; the head's session is made when first asked for."""
+
+    def __init__(self, package: Package, ep: ExecutionProvider) -> None:
+        self.package = package
+        self.ep = ep
+        self.target = _session(package.target, ep)
+        self._mtp: Session | None = None
+
+    def mtp(self) -> Session:
+        if self._mtp is None:
+            if self.package.mtp is None:
+                raise AssertionError("the package has no MTP head")
+            self._mtp = _session(self.package.mtp, self.ep)
+        return self._mtp
+
+
+def load(path: str | Path, ep: ExecutionProvider = "auto") -> LoadedPackage:
+    """Raises Refused for a package that contradicts itself, MachineError where this machine cannot run it."""
+    return LoadedPackage(reader.read(path), ep)
+
+
+def _session(graph: GraphFile, ep: ExecutionProvider) -> Session:
+    memory.require(_float32_bytes(graph), f"the weights of {graph.path.name} in float32", "use a larger machine")
+    return Session(graph, ep)
+
+
+def _float32_bytes(graph: GraphFile) -> int:
+    """Memory of the widened weights: four bytes for each, two of them in a byte of NVFP4."""
+    proto = onnx.load(graph.path, load_external_data=False).graph
+    packed = {node.input[1]: PACKED_OPS[node.op_type] for node in proto.node if node.op_type in PACKED_OPS}
+    return sum(4 * math.prod(tensor.dims) * packed.get(tensor.name, 1) for tensor in proto.initializer)

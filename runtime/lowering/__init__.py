@@ -1,0 +1,80 @@
+"""Lowering: makes a package's graph run on a provider that lacks some of its kernels, at load and in memory.
+
+A node is swapped when the installed runtime has no kernel for it on the provider; so a new kernel takes over by
+itself, and the artifact that is validated stays the artifact that ships. A node whose attributes the reference
+function does not cover is refused, never approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from builder.errors import MachineError
+from runtime.lowering.widening import widen
+
+CONTRIB = "com.microsoft"
+LOWERED_OPSET = 23
+"""The reference functions use Attention, which opset 23 brought."""
+
+HasKernel = Callable[[str, str], bool]
+"""Whether the provider has a kernel for a (domain, op) in float32."""
+
+
+Edit = Callable[[ir.Model], None]
+"""A change to a loaded model, made in memory before anything else."""
+
+
+def lower(path: Path, has_kernel: HasKernel, edit: Edit | None = None) -> bytes:
+    """The model at `path` in float32 with every kernel-less contrib op replaced, serialized; weights stay external.
+
+    Raises MachineError for an op that has neither kernel nor reference function.
+    """
+    model = ir.load(path)
+    if edit:
+        edit(model)
+    widen(model.graph)
+    for node in list(model.graph):
+        if node.domain == CONTRIB and not has_kernel(node.domain, node.op_type):
+            _replace(model, node)
+    model.opset_imports[""] = LOWERED_OPSET
+    return ir.to_proto(model).SerializeToString()
+
+
+def _replace(model: ir.Model, node: ir.Node) -> None:
+    from runtime.lowering import functions
+
+    function = getattr(functions, node.op_type, None)
+    if function is None:
+        raise MachineError(
+            f"{node.name}: the installed ONNX Runtime has no kernel for {node.op_type}; install another one"
+        )
+    signature = function.function_ir
+    _check_covered(node, len(signature.inputs), set(signature.attributes))
+    model.functions[signature.identifier()] = signature
+    model.opset_imports[functions.DOMAIN] = 1
+    node.domain = functions.DOMAIN
+    node.resize_inputs(len(signature.inputs))
+    for name in set(node.attributes) - set(signature.attributes):
+        del node.attributes[name]
+
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {"PagedAttention": {"do_rotary": 0, "local_window_size": -1}}
+"""Attribute values that the reference functions imply, by op."""
+IGNORED_INPUTS = {"PagedAttention": {16}}
+"""Inputs that only size workspaces: attention_metadata."""
+
+
+def _check_covered(node: ir.Node, arity: int, attributes: set[str]) -> None:
+    implied = DEFAULTS.get(node.op_type, {})
+    for name, attribute in node.attributes.items():
+        if name not in attributes and implied.get(name) != attribute.value:
+            raise MachineError(
+                f"{node.name}: {name}={attribute.value} of {node.op_type} has no reference on this provider"
+            )
+    for index, value in enumerate(node.inputs):
+        if index >= arity and value is not None and index not in IGNORED_INPUTS.get(node.op_type, set()):
+            raise MachineError(f"{node.name}: input {index} of {node.op_type} has no reference on this provider")

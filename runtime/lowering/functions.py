@@ -1,0 +1,134 @@
+"""What ops without a CPU kernel mean, spelled out in standard ONNX ops. Source: ONNX Runtime's operator documentation.
+
+Each function bears its op's name and takes its inputs in order. Activations are float32: half precision is widened
+before. Index arithmetic that depends on packing alone comes out alike in every layer, so ORT merges it into one copy.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+from onnx import numpy_helper
+from onnxscript import opset23 as op
+from onnxscript import script
+from onnxscript.values import Opset
+
+DOMAIN = "draftsmith.lowering"
+LOWERING = Opset(DOMAIN, 1)
+FLOAT = onnx.TensorProto.FLOAT
+INT32 = onnx.TensorProto.INT32
+INT64 = onnx.TensorProto.INT64
+
+E2M1 = numpy_helper.from_array(
+    np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32), "e2m1_values"
+)
+E4M3 = numpy_helper.from_array(
+    np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32), "e4m3_values"
+)
+
+
+@script(LOWERING, default_opset=op)
+def MatMulBlockQuantizedFp8Weight(A, B, b_scale, block_size: int):
+    """A [T, K] @ (e4m3(B [N, K]) * b_scale [N, ceil(K / block_size)]) transposed."""
+    zero = op.Constant(value_int=0)
+    one = op.Constant(value_int=1)
+    columns = op.Gather(op.Shape(B), one)
+    blocks = op.Div(op.Range(zero, columns, one), op.Constant(value_int=block_size))
+    weight = op.Mul(op.Cast(B, to=FLOAT), op.Gather(b_scale, blocks, axis=1))
+    return op.Gemm(A, weight, transB=1)
+
+
+@script(LOWERING, default_opset=op)
+def MatMulBlockQuantizedFp4Weight(A, B, weight_scale, weight_scale_2, block_size: int):
+    """A [T, K] @ (e2m1(B [N, K/2]) * e4m3(weight_scale [N, K / block_size]) * weight_scale_2 [1]) transposed.
+
+    Byte j of a row holds column 2j in its low nibble and column 2j + 1 in its high one.
+    """
+    zero = op.Constant(value_int=0)
+    one = op.Constant(value_int=1)
+    low = op.BitwiseAnd(B, op.Constant(value=onnx.helper.make_tensor("nibble", onnx.TensorProto.UINT8, [], [15])))
+    high = op.BitShift(
+        B, op.Constant(value=onnx.helper.make_tensor("four", onnx.TensorProto.UINT8, [], [4])), direction="RIGHT"
+    )
+    last = op.Constant(value_ints=[-1])
+    pairs = op.Concat(op.Unsqueeze(low, last), op.Unsqueeze(high, last), axis=-1)
+    codes = op.Reshape(pairs, op.Constant(value_ints=[0, -1]))
+    values = op.Gather(op.Constant(value=E2M1), op.Cast(codes, to=INT32))
+    scales = op.Mul(op.Gather(op.Constant(value=E4M3), op.Cast(weight_scale, to=INT32)), weight_scale_2)
+    columns = op.Gather(op.Shape(values), one)
+    blocks = op.Div(op.Range(zero, columns, one), op.Constant(value_int=block_size))
+    weight = op.Mul(values, op.Gather(scales, blocks, axis=1))
+    return op.Gemm(A, weight, transB=1)
+
+
+@script(LOWERING, default_opset=op)
+def PagedAttention(
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    cumulative_sequence_length,
+    past_seqlens,
+    block_table,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+):
+    """Causal attention of packed rows: writes key and value at their slots, then attends over the block table.
+
+    Row t of request b stands at position past[b] + t - cu[b] and sees every position up to its own. Requests are
+    padded to the longest of the step for one dense Attention; padded and unmapped positions are masked.
+    """
+    zero = op.Constant(value_int=0)
+    one = op.Constant(value_int=1)
+    first = op.Constant(value_ints=[0])
+    second = op.Constant(value_ints=[1])
+    last = op.Constant(value_ints=[-1])
+    bounds = op.Cast(cumulative_sequence_length, to=INT64)
+    past = op.Cast(past_seqlens, to=INT64)
+    starts = op.Slice(bounds, first, last)
+    ends = op.Slice(bounds, second, op.Constant(value_ints=[9223372036854775807]))
+    num_tokens = op.Gather(op.Shape(query), zero)
+    rows = op.Range(zero, num_tokens, one)
+    request = op.ReduceSum(
+        op.Cast(op.GreaterOrEqual(op.Unsqueeze(rows, second), op.Unsqueeze(ends, first)), to=INT64),
+        second,
+        keepdims=0,
+    )
+    local = op.Sub(rows, op.Gather(starts, request))
+    position = op.Add(local, op.Gather(past, request))
+
+    block_size = op.Gather(op.Shape(key_cache), one)
+    page = op.Div(position, block_size)
+    table = op.Cast(block_table, to=INT64)
+    block = op.GatherND(table, op.Concat(op.Unsqueeze(request, last), op.Unsqueeze(page, last), axis=-1))
+    offset = op.Mod(position, block_size)
+    slots = op.Concat(op.Unsqueeze(block, last), op.Unsqueeze(offset, last), axis=-1)
+    per_head = op.Concat(op.Unsqueeze(num_tokens, first), op.Shape(key_cache, start=2), axis=0)
+    new_key_cache = op.ScatterND(key_cache, slots, op.Reshape(key, per_head))
+    new_value_cache = op.ScatterND(value_cache, slots, op.Reshape(value, per_head))
+
+    longest = op.ReduceMax(op.Sub(ends, starts), keepdims=0)
+    grid = op.Unsqueeze(op.Range(zero, longest, one), first)
+    padded_rows = op.Min(op.Add(op.Unsqueeze(starts, second), grid), op.Sub(num_tokens, one))
+    pages = op.Unsqueeze(op.Mul(op.Max(table, zero), block_size), last)
+    context = op.Reshape(op.Add(pages, op.Range(zero, block_size, one)), op.Constant(value_ints=[0, -1]))
+    keys = op.Gather(op.Flatten(new_key_cache, axis=2), context)
+    values = op.Gather(op.Flatten(new_value_cache, axis=2), context)
+    seen = op.Add(op.Unsqueeze(past, second), grid)
+    positions = op.Range(zero, op.Gather(op.Shape(context), one), one)
+    visible = op.LessOrEqual(positions, op.Unsqueeze(seen, last))
+    attended = op.Attention(
+        op.Gather(query, padded_rows),
+        keys,
+        values,
+        op.Unsqueeze(visible, second),
+        q_num_heads=num_heads,
+        kv_num_heads=kv_num_heads,
+        scale=scale,
+    )
+    output = op.GatherND(attended, op.Concat(op.Unsqueeze(request, last), op.Unsqueeze(local, last), axis=-1))
+    return output, new_key_cache, new_value_cache

@@ -1,0 +1,75 @@
+"""PackedBatch: the rows of one step, several requests side by side, as the arrays both graphs take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from builder import contract
+
+Array = NDArray[Any]
+UNMAPPED = -1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One request's part of a step: tokens to feed, tokens already in the cache, and its blocks."""
+
+    token_ids: Sequence[int]
+    past_length: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Packed rows, requests, and columns of the block table."""
+
+    num_tokens: int
+    batch_size: int
+    num_columns: int
+
+
+def shape_of(segments: Sequence[Segment]) -> BatchShape:
+    return BatchShape(
+        sum(len(segment.token_ids) for segment in segments),
+        len(segments),
+        max(len(segment.blocks) for segment in segments),
+    )
+
+
+class PackedBatch:
+    """Input arrays of one shape, filled anew for each step; all int32 but token and position ids (int64)."""
+
+    def __init__(self, shape: BatchShape) -> None:
+        self.shape = shape
+        self.arrays: dict[str, Array] = {
+            contract.INPUT_IDS: np.zeros(shape.num_tokens, np.int64),
+            contract.POSITION_IDS: np.zeros((3, shape.num_tokens), np.int64),
+            contract.BLOCK_TABLE: np.full((shape.batch_size, shape.num_columns), UNMAPPED, np.int32),
+            contract.CUMULATIVE_LENGTHS: np.zeros(shape.batch_size + 1, np.int32),
+            contract.PAST_LENGTHS: np.zeros(shape.batch_size, np.int32),
+            contract.ATTENTION_METADATA: np.zeros(3, np.int32),
+        }
+
+    def fill(self, segments: Sequence[Segment]) -> None:
+        """segments must have this batch's shape."""
+        ids, positions = self.arrays[contract.INPUT_IDS], self.arrays[contract.POSITION_IDS]
+        table, bounds = self.arrays[contract.BLOCK_TABLE], self.arrays[contract.CUMULATIVE_LENGTHS]
+        past = self.arrays[contract.PAST_LENGTHS]
+        start = 0
+        for row, segment in enumerate(segments):
+            end = start + len(segment.token_ids)
+            ids[start:end] = segment.token_ids
+            positions[:, start:end] = np.arange(segment.past_length, segment.past_length + end - start)
+            table[row, : len(segment.blocks)] = segment.blocks
+            table[row, len(segment.blocks) :] = UNMAPPED
+            bounds[row + 1] = end
+            past[row] = segment.past_length
+            start = end
+        lengths = np.diff(bounds)
+        longest = int((past + lengths).max())
+        self.arrays[contract.ATTENTION_METADATA][:] = (int(lengths.max()), longest, longest)

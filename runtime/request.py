@@ -1,0 +1,76 @@
+"""Request: one sequence being generated, from submission to its finish reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.blocks import BlockTable
+from runtime.telemetry import DraftCounts
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(eq=False)
+class Request:
+    """token_ids are the generated ones. num_cached tokens are committed to cache and states; between decode steps that
+    is every known token but the newest. head_length rows are committed to the MTP head's cache.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    draft_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    num_cached: int = 0
+    table: BlockTable | None = None
+    slot: int | None = None
+    head_length: int = 0
+    unread_hidden: list[NDArray[Any]] = field(default_factory=list)
+    proposed: tuple[int, ...] | None = None
+
+    def propose(self, token_ids: Sequence[int]) -> None:
+        """Drafts of the caller's own for the next decode step, in place of the head's."""
+        self.proposed = tuple(token_ids)
+
+    def cancel(self) -> None:
+        """Ends the request at the next step."""
+        self.finish_reason = self.finish_reason or "cancelled"
+
+    @property
+    def is_prefill(self) -> bool:
+        """From state, never from a row's length: the last chunk of a prompt may be one token long."""
+        return self.num_cached < len(self.prompt)
+
+    @property
+    def num_known(self) -> int:
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def max_cached(self) -> int:
+        """Cache entries of a whole life: the last generated token never enters the cache."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    @property
+    def draft_room(self) -> int:
+        """Drafts that may be of use: one token of a step is the target's own."""
+        return self.max_new_tokens - len(self.token_ids) - 1
+
+    def known(self, start: int, end: int) -> list[int]:
+        """Known tokens [start, end) of prompt and generation together."""
+        split = len(self.prompt)
+        if start >= split:
+            return self.token_ids[start - split : end - split]
+        return [*self.prompt[start : min(end, split)], *self.token_ids[: max(0, end - split)]]
+
+    def take_unread_hidden(self) -> NDArray[np.float32]:
+        """Target hidden rows [n, hidden] that the head has not seen, in order."""
+        rows = self.unread_hidden[0] if len(self.unread_hidden) == 1 else np.concatenate(self.unread_hidden)
+        self.unread_hidden = []
+        return rows

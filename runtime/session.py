@@ -1,0 +1,107 @@
+"""Session: one graph on one ONNX Runtime provider, with arrays bound in place of copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
+
+from builder.contract import TensorSpec
+from builder.errors import MachineError
+from builder.reader import GraphFile
+from runtime.lowering import Edit, lower
+
+Array = NDArray[Any]
+ExecutionProvider = Literal["auto", "cpu", "cuda"]
+
+CPU_PROVIDER = "CPUExecutionProvider"
+NUMPY_TYPES: Mapping[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float32),  # widened on the CPU
+    "bfloat16": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+}
+
+
+@lru_cache(maxsize=1)
+def _cpu_kernels() -> frozenset[tuple[str, str]]:
+    """(domain, op) of every CPU kernel that takes float32, from the installed runtime's own registry."""
+    return frozenset(
+        (kernel.domain, kernel.op_name)
+        for kernel in ort_state.get_all_opkernel_def()
+        if kernel.provider == CPU_PROVIDER and "tensor(float)" in kernel.type_constraints.get("T", ["tensor(float)"])
+    )
+
+
+@lru_cache(maxsize=1)
+def _threads_are_shared() -> bool:
+    """One thread pool for target and head, which take turns: two pools would spin against each other.
+
+    It must be asked for before the process makes its first session; where another library was first, each session
+    keeps its own pool and everything works, slower.
+    """
+    try:
+        ort.set_global_thread_pool_sizes(0, 0)
+    except ort_state.RuntimeException:
+        return False
+    return True
+
+
+def has_cpu_kernel(domain: str, op_type: str) -> bool:
+    return (domain, op_type) in _cpu_kernels()
+
+
+def array_type(spec: TensorSpec) -> np.dtype[Any]:
+    """The NumPy type in which a graph tensor lives on the CPU."""
+    return NUMPY_TYPES[spec.dtype]
+
+
+class Session:
+    """A loaded graph. `bind` prepares a run over given arrays, which may be kept and run again."""
+
+    def __init__(self, graph: GraphFile, ep: ExecutionProvider = "auto", edit: Edit | None = None) -> None:
+        if ep == "cuda":
+            raise MachineError("--ep cuda: this version runs packages on the CPU only; use --ep cpu")
+        self.io = graph.io
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.use_per_session_threads = not _threads_are_shared()
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(graph.path.parent.absolute())
+        )
+        try:
+            self._session = ort.InferenceSession(
+                lower(graph.path, has_cpu_kernel, edit), options, providers=[CPU_PROVIDER]
+            )
+        except (ort_state.Fail, ort_state.NotImplemented, ort_state.InvalidGraph, ort_state.RuntimeException) as error:
+            raise MachineError(f"{graph.path}: ONNX Runtime {ort.__version__} cannot load it: {error}") from error
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> BoundRun:
+        """Every array must be C-contiguous; an array may be both input and output, which updates it in place."""
+        binding = self._session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        return BoundRun(self._session, binding, (inputs, outputs))
+
+
+class BoundRun:
+    """One prepared run; it keeps its arrays alive because the runtime only holds their addresses."""
+
+    def __init__(self, session: ort.InferenceSession, binding: ort.IOBinding, arrays: tuple[Any, ...]) -> None:
+        self._session = session
+        self._binding = binding
+        self._arrays = arrays
+
+    def run(self) -> None:
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except (ort_state.Fail, ort_state.RuntimeException, ort_state.InvalidArgument) as error:
+            raise MachineError(f"ONNX Runtime failed in the middle of a run: {error}") from error

@@ -1,0 +1,62 @@
+"""Text in and out, with the package's own tokenizer files. transformers is imported when text is wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from builder.errors import Refused
+
+
+class Tokenizer:
+    """Encodes prompts and decodes generations; never runs code from the package."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "tokenizer.json").is_file():
+            raise Refused(
+                folder,
+                expected="tokenizer.json",
+                found="none",
+                remedy="use --token-ids, or a checkpoint with a tokenizer",
+            )
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise Refused(
+                folder / "tokenizer.json",
+                expected="a tokenizer transformers can load",
+                found=str(error)[:120],
+                remedy="use --token-ids",
+            ) from None
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        """`text` as one user message through the package's chat template, up to where the assistant speaks."""
+        if not self._tokenizer.chat_template:
+            raise Refused(
+                "chat template", expected="chat_template.jinja in the package", found="none", remedy="use --prompt"
+            )
+        messages = [{"role": "user", "content": text}]
+        prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], stop_token_ids: Sequence[int]) -> str:
+        """Text of the generated tokens without the stop id they may end with."""
+        ids = list(token_ids[:-1]) if token_ids and token_ids[-1] in stop_token_ids else list(token_ids)
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+
+def open_tokenizer(folder: Path) -> Tokenizer | None:
+    """None for a package without a tokenizer: token ids still work, text is then null."""
+    return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
