@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from itertools import accumulate
 
 from builder import contract
 from builder.errors import Refused
@@ -199,7 +198,7 @@ class Engine:
 
 def _accept(plan: Sequence[RowPlan], drafts: Mapping[Request, list[int]], logits: Array) -> dict[Request, list[int]]:
     """The tokens each request gains: verified drafts and the target's next one, cut after the first stop id."""
-    ends = np.cumsum([row.length for row in plan])
+    ends = accumulate(row.length for row in plan)
     wanted = [
         range(end - 1 - row.num_drafts, end) if row.samples else range(0) for row, end in zip(plan, ends, strict=True)
     ]

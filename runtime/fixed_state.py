@@ -86,6 +86,7 @@ class FixedStates:
         layers = len(geometry.layers)
         self._conv = np.zeros((2, layers, num_slots, *geometry.conv), np.float32)
         self._recurrent = np.zeros((2, layers, num_slots, *geometry.recurrent), np.float32)
+        self._outer = np.empty((layers, *geometry.recurrent), np.float32)
         self._active = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._stages: dict[int, Stage] = {}
@@ -186,14 +187,16 @@ class FixedStates:
         bank = self._active[slot]
         width = self.geometry.conv[1]
         appended = stage.conv_update[:, row, :kept].swapaxes(1, 2)
-        joined = np.concatenate([self._conv[bank, :, slot], appended], axis=2)
-        self._conv[1 - bank, :, slot] = joined[:, :, -width:]
+        old, new = self._conv[bank, :, slot], self._conv[1 - bank, :, slot]
+        new[..., : width - min(kept, width)] = old[..., min(kept, width) :]
+        new[..., width - min(kept, width) :] = appended[..., -width:]
         decays, keys, deltas = self._factors(stage.capsule[:, row])
-        state = self._recurrent[1 - bank, :, slot]
-        state[:] = self._recurrent[bank, :, slot]
+        before, state = self._recurrent[bank, :, slot], self._recurrent[1 - bank, :, slot]
         for token in range(kept):
-            state *= decays[:, token, :, None, None]
-            state += deltas[:, token, :, :, None] * keys[:, token, :, None, :]
+            np.multiply(before, decays[:, token, :, None, None], out=state)
+            np.multiply(deltas[:, token, :, :, None], keys[:, token, :, None, :], out=self._outer)
+            state += self._outer
+            before = state
 
     def _factors(self, capsule: Array) -> tuple[Array, Array, Array]:
         """capsule [layers, capacity * width] to decays [layers, capacity, Hv], keys [.., dk] and deltas [.., dv]."""

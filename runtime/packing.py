@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ class Segment:
     blocks: Sequence[int]
 
 
-@dataclass(frozen=True)
-class BatchShape:
+class BatchShape(NamedTuple):
     """Packed rows, requests, and columns of the block table."""
 
     num_tokens: int
@@ -60,16 +59,16 @@ class PackedBatch:
         ids, positions = self.arrays[contract.INPUT_IDS], self.arrays[contract.POSITION_IDS]
         table, bounds = self.arrays[contract.BLOCK_TABLE], self.arrays[contract.CUMULATIVE_LENGTHS]
         past = self.arrays[contract.PAST_LENGTHS]
-        start = 0
+        start = longest_query = longest_context = 0
         for row, segment in enumerate(segments):
-            end = start + len(segment.token_ids)
+            length, blocks = len(segment.token_ids), len(segment.blocks)
+            end, context = start + length, segment.past_length + length
             ids[start:end] = segment.token_ids
-            positions[:, start:end] = np.arange(segment.past_length, segment.past_length + end - start)
-            table[row, : len(segment.blocks)] = segment.blocks
-            table[row, len(segment.blocks) :] = UNMAPPED
+            positions[:, start:end] = range(segment.past_length, context)
+            table[row, :blocks] = segment.blocks
+            table[row, blocks:] = UNMAPPED
             bounds[row + 1] = end
             past[row] = segment.past_length
+            longest_query, longest_context = max(longest_query, length), max(longest_context, context)
             start = end
-        lengths = np.diff(bounds)
-        longest = int((past + lengths).max())
-        self.arrays[contract.ATTENTION_METADATA][:] = (int(lengths.max()), longest, longest)
+        self.arrays[contract.ATTENTION_METADATA][:] = (longest_query, longest_context, longest_context)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -100,7 +101,7 @@ class MtpProposer:
             return {}
         rows = [unread_rows(plan.request) for plan in active]
         logits, hidden = self._feed(rows, stats)
-        last = np.cumsum([len(row.token_ids) for row in rows]) - 1
+        last = [end - 1 for end in accumulate(len(row.token_ids) for row in rows)]
         chosen, states = greedy(logits[last]), hidden[last]
         drafts: dict[Request, list[int]] = {plan.request: [] for plan in active if plan.num_drafts}
         for stage in range(1, max(plan.num_drafts for plan in active) + 1):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 
 def greedy(logits: NDArray[Any]) -> list[int]:
     """The best token of each row of logits [rows, vocab]; the lowest id on a tie."""
-    chosen: list[int] = np.argmax(logits, axis=-1).tolist()
+    chosen: list[int] = logits.argmax(axis=-1).tolist()
     return chosen
 
 

@@ -39,20 +39,6 @@ def _cpu_kernels() -> frozenset[tuple[str, str]]:
     )
 
 
-@lru_cache(maxsize=1)
-def _threads_are_shared() -> bool:
-    """One thread pool for target and head, which take turns: two pools would spin against each other.
-
-    It must be asked for before the process makes its first session; where another library was first, each session
-    keeps its own pool and everything works, slower.
-    """
-    try:
-        ort.set_global_thread_pool_sizes(0, 0)
-    except ort_state.RuntimeException:
-        return False
-    return True
-
-
 def has_cpu_kernel(domain: str, op_type: str) -> bool:
     return (domain, op_type) in _cpu_kernels()
 
@@ -71,7 +57,8 @@ class Session:
         self.io = graph.io
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.use_per_session_threads = not _threads_are_shared()
+        # Target and head take turns: threads that spin after a run would take the other session's cores.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(graph.path.parent.absolute())
         )
@@ -86,10 +73,17 @@ class Session:
         """Every array must be C-contiguous; an array may be both input and output, which updates it in place."""
         binding = self._session.io_binding()
         for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
         for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
         return BoundRun(self._session, binding, (inputs, outputs))
+
+
+def _address(array: Array) -> int:
+    """Where a C-contiguous array's data lie. The runtime takes the address alone and would read past any stride."""
+    if not array.flags.c_contiguous:
+        raise AssertionError("only C-contiguous arrays can be bound")
+    return int(array.__array_interface__["data"][0])
 
 
 class BoundRun:

@@ -1,7 +1,7 @@
 """Transaction: one step's hold on blocks and states, from reservation to commit or rollback.
 
-Used as a context manager: leaving it without `commit` returns every block the step reserved, and the states' active
-banks were never written, so the engine is as before the step.
+Used as a context manager: leaving it without `commit` returns every block the step reserved and hands the head's rows
+back to be fed again; the states' active banks were never written, so the engine is as before the step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Transaction:
         self.plan = plan
         self._states = states
         self._committed = False
+        self._head_before = {row.request: (row.request.head_length, list(row.request.unread_hidden)) for row in plan}
         self._blocks_before = {
             row.request: table_of(row.request).grow(row.request.num_cached + row.length) for row in plan
         }
@@ -37,6 +38,8 @@ class Transaction:
         if not self._committed:
             for request, blocks in self._blocks_before.items():
                 table_of(request).shrink(blocks)
+            for request, (length, unread) in self._head_before.items():
+                request.head_length, request.unread_hidden = length, unread
 
     def segments(self, drafts: dict[Request, list[int]]) -> list[Segment]:
         """The packed rows: each request's next known tokens, then its drafts."""

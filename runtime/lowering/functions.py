@@ -80,55 +80,47 @@ def PagedAttention(
     """Causal attention of packed rows: writes key and value at their slots, then attends over the block table.
 
     Row t of request b stands at position past[b] + t - cu[b] and sees every position up to its own. Requests are
-    padded to the longest of the step for one dense Attention; padded and unmapped positions are masked.
+    padded to the longest of the step for one dense Attention; padded and unmapped positions are masked. Columns [T, 1]
+    and [B, P, 1] are kept as such through the index arithmetic: on small steps a node costs more than its work.
     """
     zero = op.Constant(value_int=0)
     one = op.Constant(value_int=1)
-    first = op.Constant(value_ints=[0])
-    second = op.Constant(value_ints=[1])
     last = op.Constant(value_ints=[-1])
     bounds = op.Cast(cumulative_sequence_length, to=INT64)
     past = op.Cast(past_seqlens, to=INT64)
-    starts = op.Slice(bounds, first, last)
-    ends = op.Slice(bounds, second, op.Constant(value_ints=[9223372036854775807]))
-    num_tokens = op.Gather(op.Shape(query), zero)
-    rows = op.Range(zero, num_tokens, one)
-    request = op.ReduceSum(
-        op.Cast(op.GreaterOrEqual(op.Unsqueeze(rows, second), op.Unsqueeze(ends, first)), to=INT64),
-        second,
-        keepdims=0,
-    )
-    local = op.Sub(rows, op.Gather(starts, request))
-    position = op.Add(local, op.Gather(past, request))
+    pages = op.Unsqueeze(op.Cast(block_table, to=INT64), last)
+    starts = op.Slice(bounds, op.Constant(value_ints=[0]), last)
+    ends = op.Slice(bounds, op.Constant(value_ints=[1]), op.Constant(value_ints=[9223372036854775807]))
+    num_tokens = op.ReduceMax(bounds, keepdims=0)
+    rows = op.Unsqueeze(op.Range(zero, num_tokens, one), last)
+    request = op.ReduceSum(op.Cast(op.GreaterOrEqual(rows, ends), to=INT64), last)
+    position = op.Add(rows, op.Gather(op.Sub(past, starts), request))
 
-    block_size = op.Gather(op.Shape(key_cache), one)
-    page = op.Div(position, block_size)
-    table = op.Cast(block_table, to=INT64)
-    block = op.GatherND(table, op.Concat(op.Unsqueeze(request, last), op.Unsqueeze(page, last), axis=-1))
-    offset = op.Mod(position, block_size)
-    slots = op.Concat(op.Unsqueeze(block, last), op.Unsqueeze(offset, last), axis=-1)
-    per_head = op.Concat(op.Unsqueeze(num_tokens, first), op.Shape(key_cache, start=2), axis=0)
+    block_size = op.Shape(key_cache, start=1, end=2)
+    block = op.GatherND(pages, op.Concat(request, op.Div(position, block_size), axis=-1))
+    slots = op.Concat(block, op.Mod(position, block_size), axis=-1)
+    per_head = op.Concat(last, op.Shape(key_cache, start=2), axis=0)
     new_key_cache = op.ScatterND(key_cache, slots, op.Reshape(key, per_head))
     new_value_cache = op.ScatterND(value_cache, slots, op.Reshape(value, per_head))
 
-    longest = op.ReduceMax(op.Sub(ends, starts), keepdims=0)
-    grid = op.Unsqueeze(op.Range(zero, longest, one), first)
-    padded_rows = op.Min(op.Add(op.Unsqueeze(starts, second), grid), op.Sub(num_tokens, one))
-    pages = op.Unsqueeze(op.Mul(op.Max(table, zero), block_size), last)
-    context = op.Reshape(op.Add(pages, op.Range(zero, block_size, one)), op.Constant(value_ints=[0, -1]))
+    in_block = op.Range(zero, op.Squeeze(block_size), one)
+    context = op.Reshape(op.Add(op.Mul(pages, block_size), in_block), op.Constant(value_ints=[0, -1]))
     keys = op.Gather(op.Flatten(new_key_cache, axis=2), context)
     values = op.Gather(op.Flatten(new_value_cache, axis=2), context)
-    seen = op.Add(op.Unsqueeze(past, second), grid)
-    positions = op.Range(zero, op.Gather(op.Shape(context), one), one)
-    visible = op.LessOrEqual(positions, op.Unsqueeze(seen, last))
+
+    longest = op.ReduceMax(op.Sub(ends, starts), keepdims=0)
+    padding = op.Range(zero, longest, one)
+    padded_rows = op.Min(op.Add(op.Unsqueeze(starts, last), padding), op.Sub(num_tokens, one))
+    newest = op.Add(op.Reshape(past, op.Constant(value_ints=[-1, 1, 1, 1])), op.Unsqueeze(padding, last))
+    positions = op.Range(zero, op.Squeeze(op.Shape(context, start=1)), one)
     attended = op.Attention(
         op.Gather(query, padded_rows),
         keys,
         values,
-        op.Unsqueeze(visible, second),
+        op.LessOrEqual(positions, newest),
         q_num_heads=num_heads,
         kv_num_heads=kv_num_heads,
         scale=scale,
     )
-    output = op.GatherND(attended, op.Concat(op.Unsqueeze(request, last), op.Unsqueeze(local, last), axis=-1))
+    output = op.GatherND(attended, op.Concat(request, op.Sub(rows, op.Gather(starts, request)), axis=-1))
     return output, new_key_cache, new_value_cache

@@ -1,0 +1,1 @@
+"""Measurements, as ratios within one run. Not tests: a slow machine is not a fault."""

@@ -1,0 +1,45 @@
+"""Packages and references that the runtime tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import builder
+import runtime
+from fixtures import TRAINED
+from runtime.loading import LoadedPackage
+
+
+@pytest.fixture(scope="session")
+def reference() -> Mapping[str, NDArray[Any]]:
+    """transformers' answers on the trained checkpoint."""
+    return dict(np.load(TRAINED / "reference.npz"))
+
+
+@pytest.fixture(scope="session")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "package"
+    builder.export(TRAINED, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(trained_folder: Path) -> LoadedPackage:
+    return runtime.load(trained_folder)
+
+
+@pytest.fixture(scope="session")
+def prompts(reference: Mapping[str, NDArray[Any]]) -> list[list[int]]:
+    return [reference[f"prompt_{i}"].tolist() for i in range(8)]
+
+
+@pytest.fixture(scope="session")
+def greedy_tokens(reference: Mapping[str, NDArray[Any]]) -> list[list[int]]:
+    """64 greedy tokens of transformers in float32 for each prompt."""
+    return [reference[f"greedy_{i}"].tolist() for i in range(8)]
