@@ -227,7 +227,7 @@ def run(
         loaded,
         asks,
         runtime.EngineOptions(
-            num_blocks, block_size, max_batch_size or loaded.package.max_batch_size, max_scheduled_tokens
+            num_blocks, block_size, loaded.package.max_batch_size if max_batch_size is None else max_batch_size, max_scheduled_tokens
         ),
     )
     with progress_bar(quiet) as progress:

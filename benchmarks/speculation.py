@@ -57,9 +57,9 @@ def transformers_greedy(new_tokens: int) -> Callable[[list[int]], int]:
     """transformers' own cached greedy decoding in float32."""
     import torch
 
-    from fixtures.trained.oracle import load_models
+    from fixtures.trained.oracle import load
 
-    target, _ = load_models(TRAINED)
+    target, _ = load(TRAINED)
 
     def run(prompt: list[int]) -> int:
         ids = torch.tensor([prompt])

@@ -53,9 +53,9 @@ class Engine:
         self.options = options
         self.stats = Stats()
         self.max_draft_tokens = _draft_limit(self.package, options.max_draft_tokens)
-        block_size = options.block_size or self.package.block_size
-        num_blocks = options.num_blocks or -(-self.package.context_length // block_size)
+        block_size = self.package.block_size if options.block_size is None else options.block_size
         _check_positive(options, block_size)
+        num_blocks = options.num_blocks or -(-self.package.context_length // block_size)
         _require_memory(self.package, num_blocks * block_size, options.max_batch_size, self.max_draft_tokens > 0)
         self._pool = BlockPool(num_blocks, block_size)
         self.target = TargetModel(self.package, package.target, num_blocks, block_size, options.max_batch_size)

@@ -94,21 +94,15 @@ def _ask(where: str, text: str, max_new_tokens: int, draft_tokens: int, encode: 
 
 def options_for(package: LoadedPackage, asks: Sequence[Ask], options: EngineOptions) -> EngineOptions:
     """Options with what was left open sized to the requests: drafts, and blocks for as many as may run at once."""
-    drafts = max(ask.draft_tokens for ask in asks)
     batch = min(options.max_batch_size, len(asks))
-    block_size = options.block_size or package.package.block_size
-    context = package.package.context_length
-    needs = sorted(
-        (-(-min(len(a.token_ids) + max(1, a.max_new_tokens) - 1, context) // max(1, block_size)) for a in asks),
-        reverse=True,
-    )
-    num_blocks = sum(needs[:batch]) if options.num_blocks is None else options.num_blocks
-    return replace(
-        options,
-        max_draft_tokens=drafts,
-        max_batch_size=batch,
-        num_blocks=max(1, num_blocks) if options.num_blocks is None else num_blocks,
-    )
+    block_size = package.package.block_size if options.block_size is None else options.block_size
+    num_blocks = options.num_blocks
+    if num_blocks is None and block_size > 0:
+        context = package.package.context_length
+        lengths = sorted((min(len(ask.token_ids) + ask.max_new_tokens - 1, context) for ask in asks), reverse=True)
+        num_blocks = max(1, sum(-(-length // block_size) for length in lengths[:batch]))
+    drafts = max(ask.draft_tokens for ask in asks)
+    return replace(options, max_draft_tokens=drafts, max_batch_size=batch, num_blocks=num_blocks)
 
 
 def generate(

@@ -1,0 +1,355 @@
+"""The command line as a user meets it: exit codes, one-line refusals, JSON keys, stdout and stderr."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from cli import main
+from fixtures import CHECKPOINTS, TRAINED
+
+STATS = {
+    "rounds",
+    "draft_tokens_proposed",
+    "draft_tokens_evaluated",
+    "draft_tokens_accepted",
+    "correction_tokens",
+    "bonus_tokens",
+    "draft_forward_passes",
+    "target_forward_passes",
+    "full_accept_rounds",
+    "partial_accept_rounds",
+    "zero_accept_rounds",
+    "accepted_by_position",
+}
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def succeed(*arguments: object) -> Any:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refuse(code: int, *arguments: object) -> str:
+    """The one line that a refusal says."""
+    result = invoke(*arguments)
+    assert result.exit_code == code, (result.output, result.exception)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert result.stdout == ""
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "package"
+    assert invoke("export", TRAINED, folder, "-q").exit_code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers() -> Mapping[str, Any]:
+    return dict(np.load(TRAINED / "reference.npz"))
+
+
+def ids(tokens: Any) -> str:
+    return ",".join(map(str, tokens))
+
+
+def test_help_is_light() -> None:
+    """The heavy libraries are not loaded to answer --help."""
+    code = "import sys, cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\nprint(*sys.modules, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "export" in result.stdout
+    loaded = set(result.stderr.split())
+    assert "click" in loaded
+    assert not loaded & {"onnx", "onnxruntime", "onnxscript", "transformers", "numpy", "pydantic", "rich"}
+
+
+def test_export_reports(tmp_path: Path) -> None:
+    found = succeed("export", TRAINED, tmp_path / "package")
+    assert found["package"] == str(tmp_path / "package")
+    assert found["graphs"]["target"]["matmuls"] == {"nvfp4": 21, "fp8": 30, "float": 12}
+    assert found["graphs"]["target"]["layers"] == {"full_attention": 2, "linear_attention": 6}
+    assert found["graphs"]["target"]["file"] == "model.onnx"
+    assert found["graphs"]["target"]["nodes"] > 100
+    assert found["graphs"]["mtp"]["matmuls"] == {"nvfp4": 0, "fp8": 1, "float": 8}
+    assert found["weights"]["linked_bytes"] == 0
+    embedding, head = 2048 * 256 * 2, 2048 * 256 + 2048 * 4
+    assert found["weights"]["shared_bytes"] == embedding + head
+    assert found["weights"]["copied_bytes"] > found["weights"]["shared_bytes"]
+    assert found["seconds"] > 0
+    assert found["peak_rss_bytes"] > 1 << 20
+    assert found["warnings"] == []
+
+
+def test_export_without_a_head(tmp_path: Path) -> None:
+    found = succeed("export", TRAINED, tmp_path / "package", "--mtp", "off")
+    assert found["graphs"]["mtp"] is None
+    assert not (tmp_path / "package" / "mtp.onnx").exists()
+    line = refuse(2, "run", tmp_path / "package", "--token-ids", "1,2", "--draft-tokens", "1")
+    assert "--draft-tokens: expected 0 to 0" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--weights", "link"], "--weights: expected auto or copy, found link"),
+        (["--block-size", "48"], "--block-size: expected a power of two, 16 or more, found 48"),
+        (["--block-size", "8"], "found 8"),
+        (["--max-draft-tokens", "8"], "--max-draft-tokens: expected 1 to 7, found 8"),
+        (["--max-draft-tokens", "0"], "found 0"),
+        (["--max-batch-size", "0"], "--max-batch-size: expected 1 to 256, found 0"),
+        (["--context-length", "4097"], "--context-length: expected 1 to 4096"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_export_refuses_impossible_options(tmp_path: Path, arguments: list[str], words: str) -> None:
+    assert words in refuse(2, "export", TRAINED, tmp_path / "package", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_refuses_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "out" / "package"
+    assert "no such folder" in refuse(2, "export", tmp_path / "absent", out)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json: expected a file" in refuse(2, "export", empty, out)
+    (empty / "config.json").write_text('{"model_type": "llama"}')
+    assert "expected one .safetensors file" in refuse(2, "export", empty, out)
+    shutil.copy(TRAINED / "model_mtp.safetensors", empty)
+    assert "model_type: expected one of qwen3_5, qwen3_5_text, found 'llama'" in refuse(2, "export", empty, out)
+    assert not out.parent.exists()
+
+
+def test_export_refuses_a_truncated_shard(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(TRAINED, checkpoint)
+    shard = checkpoint / "model_backbone.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    line = refuse(2, "export", checkpoint, tmp_path / "package")
+    assert "model_backbone.safetensors tensor" in line
+    assert "it is cut short" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_an_existing_package_needs_force(tmp_path: Path) -> None:
+    out = tmp_path / "package"
+    succeed("export", TRAINED, out)
+    (out / "mine").write_text("keep me")
+    assert "pass --force to replace it" in refuse(2, "export", TRAINED, out)
+    assert (out / "mine").exists()
+    succeed("export", TRAINED, out, "--force")
+    assert not (out / "mine").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+
+
+def test_usage_errors_exit_2(package: Path) -> None:
+    assert invoke("export", TRAINED).exit_code == 2
+    assert invoke("run", package, "--no-such-option").exit_code == 2
+    assert "one of --prompt, --chat" in refuse(2, "run", package)
+    assert "found --prompt and --chat" in refuse(2, "run", package, "--prompt", "a", "--chat", "b")
+
+
+def test_run_is_plain_unless_asked(package: Path, answers: Mapping[str, Any]) -> None:
+    """Case A42."""
+    found = succeed("run", package, "--token-ids", ids(answers["prompt_0"]))
+    request = found["requests"][0]
+    assert request["token_ids"] == answers["greedy_0"].tolist()
+    assert request["finish_reason"] == "length"
+    assert request["drafts_proposed"] == found["stats"]["draft_tokens_proposed"] == 0
+    assert found["stats"]["draft_forward_passes"] == 0
+    assert set(found["stats"]) >= STATS
+    assert found["tokens_per_second"] == pytest.approx(64 / found["seconds"])
+
+
+def test_run_with_drafts(package: Path, answers: Mapping[str, Any]) -> None:
+    found = succeed("run", package, "--token-ids", ids(answers["prompt_0"]), "--draft-tokens", 3)
+    request = found["requests"][0]
+    assert request["token_ids"] == answers["greedy_0"].tolist()
+    assert (request["drafts_accepted"], request["drafts_evaluated"]) == (36, 54)
+
+
+def test_prompt_and_text(package: Path, answers: Mapping[str, Any]) -> None:
+    """The tokenizer library itself says what prompt 0's tokens and the generated text are."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
+    prompt = tokenizer.decode(answers["prompt_0"].tolist())
+    found = succeed("run", package, "--prompt", prompt)["requests"][0]
+    assert found["token_ids"] == answers["greedy_0"].tolist()
+    assert found["text"] == tokenizer.decode(answers["greedy_0"].tolist())
+    shown = invoke("run", package, "--prompt", prompt, "--max-new-tokens", 8)
+    assert shown.stdout == tokenizer.decode(answers["greedy_0"].tolist()[:8]) + "\n"
+    assert "8 tokens" in shown.stderr
+    assert "no drafts" in shown.stderr
+
+
+def test_chat_uses_the_template(package: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    plain = succeed("run", package, "--token-ids", ids(tokenizer.encode(text).ids), "--max-new-tokens", 8)
+    chat = succeed("run", package, "--chat", "hello", "--max-new-tokens", 8)
+    assert chat["requests"][0]["token_ids"] == plain["requests"][0]["token_ids"]
+
+
+def test_a_stop_id_is_kept_in_tokens_but_not_in_text(package: Path, tmp_path: Path, answers: Mapping[str, Any]) -> None:
+    shutil.copytree(package, tmp_path / "package")
+    path = tmp_path / "package" / "genai_config.json"
+    config = json.loads(path.read_text())
+    stop = answers["greedy_0"].tolist()[5]
+    config["model"]["eos_token_id"] = [stop]
+    path.write_text(json.dumps(config))
+    request = succeed("run", tmp_path / "package", "--token-ids", ids(answers["prompt_0"]))["requests"][0]
+    first = answers["greedy_0"].tolist().index(stop)
+    assert request["token_ids"] == answers["greedy_0"].tolist()[: first + 1]
+    assert request["finish_reason"] == "stop"
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
+    assert request["text"] == tokenizer.decode(answers["greedy_0"].tolist()[:first])
+
+
+def test_without_a_tokenizer_token_ids_work_and_text_is_null(tmp_path: Path) -> None:
+    out = tmp_path / "package"
+    succeed("export", CHECKPOINTS / "mo_nvfp4_dense_text", out)
+    request = succeed("run", out, "--token-ids", "5,6,7", "--max-new-tokens", 2)["requests"][0]
+    assert request["text"] is None
+    assert len(request["token_ids"]) == 2
+    assert "expected tokenizer.json, found none" in refuse(2, "run", out, "--prompt", "x")
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_requests_file(package: Path, tmp_path: Path, answers: Mapping[str, Any], drafts: int) -> None:
+    lines = [
+        {"token_ids": answers[f"prompt_{i}"].tolist(), "max_new_tokens": 10 + i, "arrive_at_step": (5 * i) % 7}
+        for i in range(8)
+    ]
+    lines[3]["draft_tokens"] = 1
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    found = succeed("run", package, "--requests", path, "--draft-tokens", drafts, "--max-batch-size", 3)
+    assert [r["token_ids"] for r in found["requests"]] == [answers[f"greedy_{i}"].tolist()[: 10 + i] for i in range(8)]
+    assert [r["drafts_proposed"] > 0 for r in found["requests"]] == [drafts > 0 or i == 3 for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("not json", "line 1"),
+        ('{"token_ids": [1], "prompt": "x"}', "either token_ids or prompt"),
+        ('{"max_new_tokens": 3}', "either token_ids or prompt"),
+        ('{"token_ids": [1], "surprise": 1}', "line 1 surprise"),
+        ('{"token_ids": ["1"]}', "token_ids.0"),
+        ('{"token_ids": [99999]}', "token ids below 2048, found 99999"),
+        ('{"token_ids": [1], "draft_tokens": 4}', "--draft-tokens: expected 0 to 3"),
+        ('{"token_ids": [1], "max_new_tokens": 0}', "--max-new-tokens: expected 1 or more"),
+        ("", "at least one request"),
+    ],
+)
+def test_bad_request_lines_are_named(package: Path, tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(line + "\n")
+    assert words in refuse(2, "run", package, "--requests", path)
+
+
+def test_run_refusals(package: Path, tmp_path: Path) -> None:
+    assert "expected a package folder" in refuse(2, "run", tmp_path, "--token-ids", "1")
+    assert "found 1,x" in refuse(2, "run", package, "--token-ids", "1,x")
+    assert "expected 0 to 3" in refuse(2, "run", package, "--token-ids", "1", "--draft-tokens", 4)
+    assert "found -1" in refuse(2, "run", package, "--token-ids", "1", "--draft-tokens", -1)
+    assert "--num-blocks: expected 5 blocks of 16 tokens for this request, found 2" in refuse(
+        2, "run", package, "--token-ids", ids(range(1, 11)), "--num-blocks", 2, "--block-size", 16
+    )
+    assert "--block-size: expected 1 or more" in refuse(2, "run", package, "--token-ids", "1", "--block-size", 0)
+    assert "--requests" in refuse(2, "run", package, "--requests", tmp_path / "absent.jsonl")
+
+
+def test_cuda_is_the_machines_fault(package: Path) -> None:
+    assert "--ep cuda" in refuse(3, "run", package, "--token-ids", "1", "--ep", "cuda")
+
+
+def test_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
+    shutil.copytree(package, tmp_path / "package")
+    (tmp_path / "package" / "mtp.onnx").unlink()
+    assert "mtp.onnx: expected a graph file" in refuse(2, "run", tmp_path / "package", "--token-ids", "1")
+    (tmp_path / "package" / "mtp.onnx").write_bytes(b"\x08")
+    assert "mtp.onnx" in refuse(2, "inspect", tmp_path / "package")
+
+
+def test_dump(package: Path, tmp_path: Path, answers: Mapping[str, Any]) -> None:
+    path = tmp_path / "dump.npz"
+    arguments = ["--token-ids", ids(answers["prompt_1"]), "--draft-tokens", 3, "--max-new-tokens", 1, "--dump", path]
+    succeed("run", package, *arguments, "--max-scheduled-tokens", 5)
+    found = np.load(path)
+    length = len(answers["prompt_1"])
+    shapes = {
+        "logits": (length, 2048),
+        "hidden_states": (length, 256),
+        "mtp_logits": (length, 2048),
+        "mtp_draft_tokens": (3,),
+        "mtp_draft_logits": (3, 2048),
+    }
+    assert {name: found[name].shape for name in found.files} == shapes
+    np.testing.assert_allclose(found["logits"], answers["logits_1"][0], rtol=0, atol=2e-3)
+    assert found["mtp_draft_tokens"].tolist() == answers["mtp_draft_tokens_1"].tolist()
+    assert [path.name for path in tmp_path.iterdir()] == ["dump.npz"]
+
+
+def test_dump_is_of_one_request(package: Path, tmp_path: Path) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"token_ids": [1]}\n{"token_ids": [2]}\n')
+    assert "--dump: expected one request" in refuse(2, "run", package, "--requests", requests, "--dump", tmp_path / "x")
+    line = refuse(3, "run", package, "--token-ids", "1", "--dump", tmp_path / "absent" / "x.npz")
+    assert "nothing was dumped" in line
+
+
+def test_inspect_checkpoint() -> None:
+    found = succeed("inspect", CHECKPOINTS / "ct_mixed_dense_vl")
+    assert found["kind"] == "checkpoint"
+    assert found["mtp"] is True
+    assert found["formats"] == {"fp8": 17, "nvfp4": 9, "float": 14}
+    assert found["skipped_tensors"]["vision"] > 0
+    assert len(found["modules"]) == 40
+    shown = invoke("inspect", CHECKPOINTS / "ct_mixed_dense_vl")
+    assert "mtp.self_attn.q_proj" in shown.stdout
+
+
+def test_inspect_package(package: Path) -> None:
+    found = succeed("inspect", package)
+    assert found["kind"] == "package"
+    assert found["layers"] == {"full_attention": 2, "linear_attention": 6}
+    assert found["max_draft_tokens"] == 3
+    assert found["eos_token_ids"] == [0]
+    assert "full_attention" in invoke("inspect", package).stdout
+
+
+def test_debug_shows_a_traceback(tmp_path: Path) -> None:
+    result = invoke("--debug", "inspect", tmp_path / "absent")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, Exception)
+
+
+def test_refusals_reach_the_shell(tmp_path: Path) -> None:
+    """The installed command itself: exit code, stderr, no traceback."""
+    command = Path(sys.executable).with_name("build-model")
+    result = subprocess.run([command, "inspect", tmp_path / "absent"], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1
