@@ -72,3 +72,10 @@ class PackedBatch:
             longest_query, longest_context = max(longest_query, length), max(longest_context, context)
             start = end
         self.arrays[contract.ATTENTION_METADATA][:] = (longest_query, longest_context, longest_context)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """The same rows one position further, for a batch of one token a request."""
+        self.arrays[contract.INPUT_IDS][:] = token_ids
+        self.arrays[contract.POSITION_IDS] += 1
+        self.arrays[contract.PAST_LENGTHS] += 1
+        self.arrays[contract.ATTENTION_METADATA][1:] += 1

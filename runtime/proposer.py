@@ -15,12 +15,13 @@ import numpy as np
 
 from builder import contract
 from builder.reader import GraphFile
-from runtime.packing import Array, PackedBatch, Segment, shape_of
-from runtime.request import Request
+from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
+from runtime.paged_cache import PagedCache
+from runtime.prepared import Prepared, PreparedRuns, RunObserver, row_output
+from runtime.request import Request, table_of
 from runtime.sampling import greedy
 from runtime.scheduler import RowPlan
 from runtime.session import Session
-from runtime.target import Prepared, PreparedRuns, RunObserver, cache_outputs, paged_caches, row_outputs
 from runtime.telemetry import Stats
 
 
@@ -33,9 +34,9 @@ class HeadRows:
     hidden: Array
     past_length: int
 
+    @property
     def segment(self) -> Segment:
-        table = self.request.table
-        return Segment(self.token_ids, self.past_length, table.blocks if table else ())
+        return Segment(self.token_ids, self.past_length, table_of(self.request).blocks)
 
 
 class MtpProposer:
@@ -44,32 +45,41 @@ class MtpProposer:
     def __init__(self, graph: GraphFile, session: Session, num_blocks: int, block_size: int) -> None:
         self._io = graph.io
         self._session = session
-        self._caches = paged_caches(graph.io, (0,), num_blocks, block_size)
+        self._cache = PagedCache(graph.io, (0,), num_blocks, block_size)
         self._runs = PreparedRuns()
         self.on_run: RunObserver | None = None
 
-    def run(self, rows: Sequence[HeadRows]) -> tuple[Array, Array]:
-        """logits [T, vocab] and hidden states [T, hidden] of all rows, valid until the next run of the same shape."""
-        segments = [row.segment() for row in rows]
+    def run(self, segments: Sequence[Segment], hidden: Sequence[Array]) -> Prepared:
+        """Feeds each request's tokens [n] with hidden states [n, hidden]; what it gives is valid until the next run."""
         shape = shape_of(segments)
-        prepared = self._runs.get((shape,))
-        if prepared is None:
-            batch = PackedBatch(shape)
-            width = int(self._io.input(contract.HIDDEN_STATES).shape[1])
-            extra = {contract.HIDDEN_STATES: np.empty((shape.num_tokens, width), np.float32)}
-            arrays = row_outputs(self._io, shape.num_tokens, (contract.LOGITS, contract.HEAD_HIDDEN_STATES))
-            bound = self._session.bind(
-                {**batch.arrays, **extra, **self._caches}, {**arrays, **cache_outputs(self._caches)}
-            )
-            prepared = Prepared(batch, extra, arrays, bound)
-            self._runs.keep((shape,), prepared)
+        prepared = self._runs.get((shape,), lambda: self._prepare(shape))
         prepared.batch.fill(segments)
-        np.concatenate([row.hidden for row in rows], out=prepared.extra[contract.HIDDEN_STATES])
+        np.concatenate(hidden, out=prepared.extra[contract.HIDDEN_STATES])
+        return self._launch(prepared, segments)
+
+    def run_on(self, prepared: Prepared, segments: Sequence[Segment], token_ids: Sequence[int]) -> Prepared:
+        """The same one-token rows a position further, each fed its new token and its own hidden state."""
+        prepared.batch.advance(token_ids)
+        prepared.extra[contract.HIDDEN_STATES][:] = prepared.hidden
+        return self._launch(prepared, segments)
+
+    def _launch(self, prepared: Prepared, segments: Sequence[Segment]) -> Prepared:
         prepared.bound.run()
-        outputs = prepared.outputs[contract.LOGITS], prepared.outputs[contract.HEAD_HIDDEN_STATES]
         if self.on_run:
-            self.on_run(segments, outputs)
-        return outputs
+            self.on_run(segments, (prepared.logits, prepared.hidden))
+        return prepared
+
+    def _prepare(self, shape: BatchShape) -> Prepared:
+        batch, io = PackedBatch(shape), self._io
+        width = int(io.input(contract.HIDDEN_STATES).shape[1])
+        extra = {contract.HIDDEN_STATES: np.empty((shape.num_tokens, width), np.float32)}
+        logits = row_output(io, contract.LOGITS, shape.num_tokens)
+        hidden = row_output(io, contract.HEAD_HIDDEN_STATES, shape.num_tokens)
+        bound = self._session.bind(
+            {**batch.arrays, **extra, **self._cache.inputs},
+            {contract.LOGITS: logits, contract.HEAD_HIDDEN_STATES: hidden, **self._cache.outputs},
+        )
+        return Prepared(batch, extra, logits, hidden, bound)
 
     def prime(self, requests: Sequence[Request], stats: Stats) -> None:
         """Feeds prompt rows whose next token is known from the prompt; the last row of a prompt is held for stage 0."""
@@ -87,38 +97,42 @@ class MtpProposer:
             return None
         return HeadRows(request, request.known(start + 1, start + 1 + feedable), hidden[:feedable], start)
 
-    def _feed(self, rows: Sequence[HeadRows], stats: Stats) -> tuple[Array, Array]:
-        outputs = self.run(rows)
+    def _feed(self, rows: Sequence[HeadRows], stats: Stats) -> Prepared:
+        prepared = self.run([row.segment for row in rows], [row.hidden for row in rows])
         stats.draft_forward_passes += 1
         for row in rows:
             row.request.head_length += len(row.token_ids)
-        return outputs
+        return prepared
 
     def draft(self, plans: Sequence[RowPlan], stats: Stats) -> dict[Request, list[int]]:
         """plan.num_drafts drafts for each decode row. Every row's head catches up, also one that drafts nothing."""
-        active = [plan for plan in plans if plan.request.unread_hidden]
-        if not active:
+        rows = [unread_rows(plan.request) for plan in plans if plan.request.unread_hidden]
+        if not rows:
             return {}
-        rows = [unread_rows(plan.request) for plan in active]
-        logits, hidden = self._feed(rows, stats)
+        run = self._feed(rows, stats)
         last = [end - 1 for end in accumulate(len(row.token_ids) for row in rows)]
-        chosen, states = greedy(logits[last]), hidden[last]
-        drafts: dict[Request, list[int]] = {plan.request: [] for plan in active if plan.num_drafts}
-        for stage in range(1, max(plan.num_drafts for plan in active) + 1):
-            kept = [index for index, plan in enumerate(active) if plan.num_drafts >= stage]
-            for index in kept:
-                drafts[active[index].request].append(chosen[index])
-            kept = [index for index in kept if active[index].num_drafts > stage]
-            if not kept:
-                break
-            rows = [self._chained(active[index].request, chosen[index], states[index], stage) for index in kept]
-            logits, states = self.run(rows)
+        chosen, hidden = greedy(run.logits[last]), run.hidden[last]
+        wanted = {plan.request: plan.num_drafts for plan in plans if plan.num_drafts}
+        drafts = {row.request: [token] for row, token in zip(rows, chosen, strict=True) if row.request in wanted}
+        states = {row.request: state[None] for row, state in zip(rows, hidden, strict=True)}
+        active: list[Request] = []
+        for stage in range(1, max(wanted.values(), default=0)):
+            before, active = active, [request for request in drafts if wanted[request] > stage]
+            segments = [chained(request, drafts[request][-1], stage) for request in active]
+            if active == before:
+                run = self.run_on(run, segments, [drafts[request][-1] for request in active])
+            else:
+                run = self.run(segments, [states[request] for request in active])
             stats.draft_forward_passes += 1
-            chosen, active = greedy(logits), [active[index] for index in kept]
+            states = {request: run.hidden[i : i + 1].copy() for i, request in enumerate(active)}
+            for request, token in zip(active, greedy(run.logits), strict=True):
+                drafts[request].append(token)
         return drafts
 
-    def _chained(self, request: Request, draft: int, hidden: Array, stage: int) -> HeadRows:
-        return HeadRows(request, [draft], hidden[None], request.head_length + stage - 1)
+
+def chained(request: Request, draft: int, stage: int) -> Segment:
+    """A draft fed behind head_length; the next stage 0 overwrites what it leaves in the cache."""
+    return Segment([draft], request.head_length + stage - 1, table_of(request).blocks)
 
 
 def unread_rows(request: Request) -> HeadRows:

@@ -74,3 +74,17 @@ class Request:
         rows = self.unread_hidden[0] if len(self.unread_hidden) == 1 else np.concatenate(self.unread_hidden)
         self.unread_hidden = []
         return rows
+
+
+def table_of(request: Request) -> BlockTable:
+    """The block table of an admitted request."""
+    if request.table is None:
+        raise AssertionError("the request is not admitted")
+    return request.table
+
+
+def slot_of(request: Request) -> int:
+    """The state slot of an admitted request."""
+    if request.slot is None:
+        raise AssertionError("the request is not admitted")
+    return request.slot

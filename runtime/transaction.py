@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-from runtime.blocks import BlockTable
 from runtime.fixed_state import FixedStates, StateView
 from runtime.packing import Segment
-from runtime.request import Request
+from runtime.request import Request, slot_of, table_of
 from runtime.scheduler import RowPlan
 
 
@@ -65,17 +64,3 @@ class Transaction:
             table = table_of(request)
             table.shrink(table.pool.blocks_for(request.num_cached))
         self._committed = True
-
-
-def table_of(request: Request) -> BlockTable:
-    """The block table of an admitted request."""
-    if request.table is None:
-        raise AssertionError("the request is not admitted")
-    return request.table
-
-
-def slot_of(request: Request) -> int:
-    """The state slot of an admitted request."""
-    if request.slot is None:
-        raise AssertionError("the request is not admitted")
-    return request.slot

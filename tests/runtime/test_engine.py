@@ -96,7 +96,7 @@ def test_chunked_prompt_primes_the_head_alike(trained: LoadedPackage, prompts: l
             engine.step()
         assert engine.proposer is not None
         assert request.head_length == len(prompts[1]) - 1
-        cache = engine.proposer._caches["past_key_values.0.key"][0]
+        cache = engine.proposer._cache.inputs["past_key_values.0.key"][0]
         assert np.abs(cache[: request.head_length]).min(axis=(1, 2)).max() > 0, "every row was written"
         caches.append(cache[: request.head_length].copy())
     for cache in caches[1:]:

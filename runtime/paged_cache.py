@@ -1,0 +1,26 @@
+"""PagedCache: key and value memory of a graph's attention layers, updated in place by every run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from builder import contract
+from runtime.packing import Array
+from runtime.session import array_type
+
+
+class PagedCache:
+    """Arrays [num_blocks, block_size, kv_heads, head_dim], zeroed; the same memory is a run's input and its output."""
+
+    def __init__(self, io: contract.IoSpec, layers: Sequence[int], num_blocks: int, block_size: int) -> None:
+        self.inputs: dict[str, Array] = {}
+        self.outputs: dict[str, Array] = {}
+        pairs = ((contract.PAST_KEY, contract.PRESENT_KEY), (contract.PAST_VALUE, contract.PRESENT_VALUE))
+        for layer in layers:
+            for past, present in pairs:
+                spec = io.input(past.format(layer))
+                heads, dim = map(int, spec.shape[2:])
+                array = np.zeros((num_blocks, block_size, heads, dim), array_type(spec))
+                self.inputs[spec.name] = self.outputs[present.format(layer)] = array

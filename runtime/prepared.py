@@ -1,0 +1,56 @@
+"""Prepared: a run of one shape, bound to arrays of its own that are filled anew each time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from builder.contract import IoSpec
+from runtime.packing import Array, PackedBatch, Segment
+from runtime.session import BoundRun, array_type
+
+MAX_KEPT_RUNS = 64
+MAX_KEPT_BYTES = 1 << 22
+"""Prepared runs whose outputs are larger are not kept: binding anew costs nothing beside such a step."""
+
+RunObserver = Callable[[Sequence[Segment], tuple[Array, Array]], None]
+"""Sees the packed rows of a run and its (logits, hidden states)."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """batch holds the packed inputs, extra the graph's other inputs; logits [T, vocab], hidden [T, hidden]."""
+
+    batch: PackedBatch
+    extra: dict[str, Array]
+    logits: Array
+    hidden: Array
+    bound: BoundRun
+
+
+class PreparedRuns:
+    """The most recently used prepared runs, by shape and memory."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
+
+    def get(self, key: tuple[object, ...], prepare: Callable[[], Prepared]) -> Prepared:
+        """The run kept under `key`, or a new one."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        prepared = prepare()
+        if prepared.logits.nbytes + prepared.hidden.nbytes <= MAX_KEPT_BYTES:
+            self._kept[key] = prepared
+            if len(self._kept) > MAX_KEPT_RUNS:
+                self._kept.popitem(last=False)
+        return prepared
+
+
+def row_output(io: IoSpec, name: str, num_tokens: int) -> Array:
+    """An uninitialized array for an output [num_tokens, width]."""
+    spec = io.output(name)
+    return np.empty((num_tokens, int(spec.shape[1])), array_type(spec))
