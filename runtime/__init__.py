@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runtime.engine import Engine, EngineOptions
+    from runtime.engine import Engine
+    from runtime.limits import EngineOptions
     from runtime.loading import LoadedPackage, load
     from runtime.request import Request
 
@@ -14,7 +15,7 @@ __all__ = ["Engine", "EngineOptions", "LoadedPackage", "Request", "load"]
 
 _HOMES = {
     "Engine": "runtime.engine",
-    "EngineOptions": "runtime.engine",
+    "EngineOptions": "runtime.limits",
     "LoadedPackage": "runtime.loading",
     "Request": "runtime.request",
     "load": "runtime.loading",

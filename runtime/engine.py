@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
-from builder import contract
 from builder.errors import Refused
 from builder.reader import Package
-from runtime import memory
+from runtime import limits
 from runtime.blocks import BlockPool
-from runtime.fixed_state import StateGeometry
+from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.packing import Array
 from runtime.proposer import MtpProposer
@@ -26,23 +25,6 @@ from runtime.target import TargetModel
 from runtime.telemetry import Stats
 from runtime.transaction import Transaction
 
-MAX_LOGITS_BYTES = 1 << 28
-"""The target makes one row of logits per packed token; prompts are cut so that a step's logits stay below this."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """num_blocks: None is room for one request of full context. block_size, max_draft_tokens: None is the package's.
-
-    max_draft_tokens 0 makes a plain engine, which does not load the head; a head that is loaded follows every request.
-    """
-
-    num_blocks: int | None = None
-    block_size: int | None = None
-    max_batch_size: int = 8
-    max_scheduled_tokens: int = 2048
-    max_draft_tokens: int | None = None
-
 
 class Engine:
     """One target, perhaps its head, and the requests between them."""
@@ -52,11 +34,11 @@ class Engine:
         self.package: Package = package.package
         self.options = options
         self.stats = Stats()
-        self.max_draft_tokens = _draft_limit(self.package, options.max_draft_tokens)
+        self.max_draft_tokens = limits.draft_limit(self.package, options.max_draft_tokens)
         block_size = self.package.block_size if options.block_size is None else options.block_size
-        _check_positive(options, block_size)
+        limits.check_sizes(options, block_size)
         num_blocks = options.num_blocks or -(-self.package.context_length // block_size)
-        _require_memory(self.package, num_blocks * block_size, options.max_batch_size, self.max_draft_tokens > 0)
+        limits.require_memory(self.package, num_blocks * block_size, options.max_batch_size, self.max_draft_tokens > 0)
         self._pool = BlockPool(num_blocks, block_size)
         self.target = TargetModel(self.package, package.target, num_blocks, block_size, options.max_batch_size)
         self.proposer: MtpProposer | None = None
@@ -64,7 +46,7 @@ class Engine:
             self.proposer = MtpProposer(self.package.mtp, package.mtp(), num_blocks, block_size)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._max_tokens = min(options.max_scheduled_tokens, max(1, MAX_LOGITS_BYTES // (4 * self.package.vocab_size)))
+        self._max_tokens = limits.step_tokens(self.package, options.max_scheduled_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -91,9 +73,7 @@ class Engine:
 
     def check(self, token_ids: Sequence[int], max_new_tokens: int, draft_tokens: int) -> None:
         """Raises Refused for a request that can never be served."""
-        _check_prompt(token_ids, self.package)
-        if max_new_tokens < 1:
-            raise Refused("--max-new-tokens", expected="1 or more", found=max_new_tokens, remedy="ask for more")
+        limits.check_request(token_ids, max_new_tokens, self.package)
         if not 0 <= draft_tokens <= self.max_draft_tokens:
             raise Refused(
                 "--draft-tokens",
@@ -101,8 +81,7 @@ class Engine:
                 found=draft_tokens,
                 remedy="ask for fewer",
             )
-        longest = min(len(token_ids) + max_new_tokens, self.package.context_length) - 1
-        needed = self._pool.blocks_for(longest)
+        needed = self._pool.blocks_for(min(len(token_ids) + max_new_tokens, self.package.context_length) - 1)
         if needed > self._pool.num_blocks:
             raise Refused(
                 "--num-blocks",
@@ -170,8 +149,9 @@ class Engine:
     def _deliver(self, row: RowPlan, drafts: list[int], tokens: list[int]) -> None:
         request = row.request
         request.token_ids += tokens
+        if not row.is_prefill:
+            request.proposed = None  # meant for this step, also where it had no room for drafts
         if drafts:
-            request.proposed = None
             accepted = sum(1 for draft, token in zip(drafts, tokens, strict=False) if draft == token)
             stopped = accepted == len(tokens)
             evaluated = self.stats.record_round(len(drafts), accepted, stopped=stopped)
@@ -211,61 +191,3 @@ def _accept(plan: Sequence[RowPlan], drafts: Mapping[Request, list[int]], logits
             stop = next((i for i, token in enumerate(tokens) if token in row.request.stop_token_ids), len(tokens))
             gained[row.request] = tokens[: stop + 1]
     return gained
-
-
-def _draft_limit(package: Package, asked: int | None) -> int:
-    limit = package.max_draft_tokens if package.mtp and package.capacity else 0
-    if asked is None:
-        return limit
-    if not 0 <= asked <= limit:
-        raise Refused(
-            "--draft-tokens",
-            expected=f"0 to {limit}, the package's limit",
-            found=asked,
-            remedy="ask for fewer, or export with a larger --max-draft-tokens",
-        )
-    return asked
-
-
-def _check_positive(options: EngineOptions, block_size: int) -> None:
-    sizes = {
-        "--num-blocks": options.num_blocks,
-        "--block-size": block_size,
-        "--max-batch-size": options.max_batch_size,
-        "--max-scheduled-tokens": options.max_scheduled_tokens,
-    }
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise Refused(name, expected="1 or more", found=size, remedy="choose another")
-
-
-def _check_prompt(prompt: Sequence[int], package: Package) -> None:
-    if len(prompt) == 0:
-        raise Refused("prompt", expected="at least one token", found="none", remedy="give a prompt")
-    if len(prompt) > package.context_length:
-        raise Refused(
-            "prompt",
-            expected=f"at most {package.context_length} tokens, the package's context",
-            found=len(prompt),
-            remedy="shorten it",
-        )
-    bad = next((token for token in prompt if not 0 <= token < package.vocab_size), None)
-    if bad is not None:
-        raise Refused(
-            "prompt", expected=f"token ids below {package.vocab_size}", found=bad, remedy="use this package's tokenizer"
-        )
-
-
-def _require_memory(package: Package, cached_tokens: int, num_slots: int, with_head: bool) -> None:
-    layers = len(package.full_layers) + with_head
-    heads, dim = (
-        map(int, package.target.io.input(contract.PAST_KEY.format(package.full_layers[0])).shape[2:])
-        if package.full_layers
-        else (0, 0)
-    )
-    geometry = StateGeometry.of(package)
-    caches = 2 * 4 * layers * cached_tokens * heads * dim
-    states = num_slots * geometry.bytes_per_slot if geometry else 0
-    memory.require(
-        caches + states, "caches and states", "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"
-    )

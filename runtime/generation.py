@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from builder.errors import Refused
 from builder.progress import Progress, silent
-from runtime.engine import Engine, EngineOptions
+from runtime.engine import Engine
+from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.request import Request
 from runtime.telemetry import Stats

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from builder.errors import MachineError, Refused
-from runtime.engine import Engine, EngineOptions
+from runtime.engine import Engine
 from runtime.generation import Ask
+from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.packing import Array, Segment
 from runtime.sampling import greedy

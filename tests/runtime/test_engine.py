@@ -133,6 +133,22 @@ def test_prefill_and_drafts_never_share_a_step(
     assert any(min(len(segment.token_ids) for segment in step) == 1 for step in shared_steps)
 
 
+def test_a_proposal_is_for_the_next_step_only(
+    trained: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]]
+) -> None:
+    """A step that cannot draft drops it: a step later it would stand at the wrong position."""
+    engine = Engine(trained, EngineOptions(num_blocks=4, max_batch_size=2, max_draft_tokens=1))
+    first = engine.submit(prompts[0], 16, 0)
+    engine.step()
+    first.propose(greedy_tokens[0][1:2])
+    engine.submit(prompts[1], 4, 0)
+    engine.step()
+    assert first.proposed is None
+    finish(engine)
+    assert first.token_ids == greedy_tokens[0][:16]
+    assert first.counts.proposed == 0
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_drafter_gives_the_same_tokens(
     trained: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]], seed: int

@@ -1,0 +1,98 @@
+"""What an engine and its requests may ask for, and what is refused before any memory is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from builder import contract
+from builder.errors import Refused
+from builder.reader import Package
+from runtime import memory
+from runtime.fixed_state import StateGeometry
+
+FLOAT_BYTES = 4
+MAX_LOGITS_BYTES = 1 << 28
+"""The target makes one row of logits per packed token; prompts are cut so that a step's logits stay below this."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """num_blocks: None is room for one request of full context. block_size, max_draft_tokens: None is the package's.
+
+    max_draft_tokens 0 makes a plain engine, which does not load the head; a head that is loaded follows every request.
+    """
+
+    num_blocks: int | None = None
+    block_size: int | None = None
+    max_batch_size: int = 8
+    max_scheduled_tokens: int = 2048
+    max_draft_tokens: int | None = None
+
+
+def draft_limit(package: Package, asked: int | None) -> int:
+    """Drafts per request and step: what is asked for, or the package's limit. Raises Refused beyond it."""
+    limit = package.max_draft_tokens if package.mtp and package.capacity else 0
+    if asked is None:
+        return limit
+    if not 0 <= asked <= limit:
+        raise Refused(
+            "--draft-tokens",
+            expected=f"0 to {limit}, the package's limit",
+            found=asked,
+            remedy="ask for fewer, or export with a larger --max-draft-tokens",
+        )
+    return asked
+
+
+def check_sizes(options: EngineOptions, block_size: int) -> None:
+    """Raises Refused for a size below 1."""
+    sizes = {
+        "--num-blocks": options.num_blocks,
+        "--block-size": block_size,
+        "--max-batch-size": options.max_batch_size,
+        "--max-scheduled-tokens": options.max_scheduled_tokens,
+    }
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise Refused(name, expected="1 or more", found=size, remedy="choose another")
+
+
+def check_request(prompt: Sequence[int], max_new_tokens: int, package: Package) -> None:
+    """Raises Refused for a prompt or length that this package can never serve."""
+    if max_new_tokens < 1:
+        raise Refused("--max-new-tokens", expected="1 or more", found=max_new_tokens, remedy="ask for more")
+    if len(prompt) == 0:
+        raise Refused("prompt", expected="at least one token", found="none", remedy="give a prompt")
+    if len(prompt) > package.context_length:
+        raise Refused(
+            "prompt",
+            expected=f"at most {package.context_length} tokens, the package's context",
+            found=len(prompt),
+            remedy="shorten it",
+        )
+    bad = next((token for token in prompt if not 0 <= token < package.vocab_size), None)
+    if bad is not None:
+        raise Refused(
+            "prompt", expected=f"token ids below {package.vocab_size}", found=bad, remedy="use this package's tokenizer"
+        )
+
+
+def step_tokens(package: Package, asked: int) -> int:
+    """Packed rows of a step: what was asked for, as long as their logits stay below MAX_LOGITS_BYTES."""
+    return min(asked, max(1, MAX_LOGITS_BYTES // (4 * package.vocab_size)))
+
+
+def require_memory(package: Package, cached_tokens: int, num_slots: int, with_head: bool) -> None:
+    """Raises MachineError when caches of cached_tokens tokens and num_slots states exceed the machine's free memory."""
+    layers = len(package.full_layers) + with_head
+    values_per_token = 0
+    if package.full_layers:
+        heads, dim = package.target.io.input(contract.PAST_KEY.format(package.full_layers[0])).shape[2:]
+        values_per_token = 2 * layers * int(heads) * int(dim)
+    geometry = StateGeometry.of(package)
+    caches = FLOAT_BYTES * values_per_token * cached_tokens
+    states = num_slots * geometry.bytes_per_slot if geometry else 0
+    memory.require(
+        caches + states, "caches and states", "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"
+    )
