@@ -5,6 +5,7 @@ never read; shard names are plain base names; nothing but JSON and safetensors i
 and nothing is unpickled. The format is 8 little-endian bytes of header length, a JSON header, then the data.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from builder.errors import Refused
+from builder.errors import MachineError, Refused
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
@@ -40,6 +41,16 @@ NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What the operating system refuses becomes a MachineError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise MachineError(f"{where}: {error.strerror or error}; the checkpoint cannot be read") from error
+
+
 @dataclass(frozen=True)
 class TensorRef:
     """Where a tensor's bytes lie. offset and nbytes are in bytes, offset from the start of the file."""
@@ -53,9 +64,10 @@ class TensorRef:
 
     def read(self) -> NDArray[Any]:
         """The tensor in its stored dtype, row-major. Reads exactly its bytes."""
-        flat: NDArray[Any] = np.fromfile(
-            self.file, dtype=NUMPY_DTYPES[self.dtype], count=math.prod(self.shape), offset=self.offset
-        )
+        with reading(self.file):
+            flat: NDArray[Any] = np.fromfile(
+                self.file, dtype=NUMPY_DTYPES[self.dtype], count=math.prod(self.shape), offset=self.offset
+            )
         if flat.nbytes != self.nbytes:
             raise Refused(
                 f"{self.file.name} tensor {self.name}",
@@ -74,7 +86,8 @@ class Checkpoint(Mapping[str, TensorRef]):
         if not self.folder.is_dir():
             raise Refused(self.folder, expected="a checkpoint folder", found="no such folder", remedy="check the path")
         self.config: dict[str, Any] = self._config()
-        self._tensors = _read_tensors(self.folder)
+        with reading(self.folder):
+            self._tensors = _read_tensors(self.folder)
 
     def __getitem__(self, name: str) -> TensorRef:
         return self._tensors[name]
@@ -99,7 +112,8 @@ class Checkpoint(Mapping[str, TensorRef]):
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON object beside the weights, or None where the file is absent."""
         path = self.folder / name
-        return read_json_object(path) if path.is_file() else None
+        with reading(path):
+            return read_json_object(path) if path.is_file() else None
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
@@ -153,8 +167,9 @@ def _indexed_tensors(folder: Path, index: Path) -> dict[str, TensorRef]:
     headers: dict[str, dict[str, TensorRef]] = {}
     tensors: dict[str, TensorRef] = {}
     for name, shard in weight_map.items():
+        path = _shard_path(folder, shard)
         if shard not in headers:
-            headers[shard] = read_header(_shard_path(folder, shard))
+            headers[shard] = read_header(path)
         if name not in headers[shard]:
             raise Refused(
                 f"{shard} tensor {name}",

@@ -16,7 +16,7 @@ DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class Rope(_Frozen):
@@ -125,13 +125,17 @@ def _layer_types(text: dict[str, Any]) -> Any:
 
 def _rope(text: dict[str, Any], source: str) -> dict[str, Any]:
     """rope_theta lived at the top, in rope_scaling, and now in rope_parameters."""
-    places = [text.get("rope_parameters") or {}, text, text.get("rope_scaling") or {}]
+    parameters, scaling = (_object(text, key, source) for key in ("rope_parameters", "rope_scaling"))
+    places = [parameters, text, scaling]
 
     def find(key: str, default: Any = None) -> Any:
         return next((place[key] for place in places if place.get(key) is not None), default)
 
-    kind = (text.get("rope_parameters") or text.get("rope_scaling") or {}).get("rope_type", "default")
-    if kind not in ("default", "mrope"):
+    # Both spellings in both places: a scaled embedding that goes unnoticed is wrong without an error.
+    kinds = [place[key] for place in (parameters, scaling) for key in ("rope_type", "type") if place.get(key)]
+    for kind in kinds:
+        if kind in ("default", "mrope"):
+            continue
         raise Refused(
             f"{source} rope_type",
             expected="default",
@@ -151,6 +155,13 @@ def _rope(text: dict[str, Any], source: str) -> dict[str, Any]:
         "partial_rotary_factor": find("partial_rotary_factor", 0.25),
         "mrope_section": find("mrope_section", [11, 11, 10]),
     }
+
+
+def _object(text: dict[str, Any], key: str, source: str) -> dict[str, Any]:
+    value = text.get(key) or {}
+    if not isinstance(value, dict):
+        raise Refused(f"{source} {key}", expected="an object", found=type(value).__name__, remedy="mend the file")
+    return value
 
 
 def _check_geometry(config: ModelConfig, source: str) -> None:

@@ -96,6 +96,8 @@ def read_source(checkpoint: Checkpoint, mtp: str) -> Source:
     tensors = ModuleTensors.of({name: checkpoint[name] for name in checkpoint if not name.startswith(VISION_PREFIXES)})
     target = Target(tensors, config, checkpoint.prefix)
     warnings: list[str] = []
+    if config.tie_word_embeddings and tensors.has("lm_head"):
+        warnings.append("config.json ties the LM head to the embedding but lm_head is stored: used as stored")
     head = _read_mtp(checkpoint, tensors, config, target, mtp, warnings)
     warnings += declared_disagreements(checkpoint, tensors.linears)
     unused = [name for name in checkpoint if name not in tensors.used and not name.startswith(VISION_PREFIXES)]
@@ -139,6 +141,7 @@ def export(
     options = options or ExportOptions()
     _check_options(options)
     package.refuse_existing(Path(out), options.force)
+    package.refuse_source(Path(src), Path(out))
     checkpoint = Checkpoint(src)
     source = read_source(checkpoint, options.mtp)
     limits = _limits(options, source.config)
@@ -184,7 +187,20 @@ def graph_report(graph: Graph | None, file: str, layers: dict[str, int]) -> Grap
     return GraphReport(file, len(graph), {name: graph.count(op) for name, op in ops_by_format.items()}, layers)
 
 
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "weights": ("auto", "link", "copy"),
+    "dtype": ("auto", "float16", "bfloat16"),
+    "mtp": ("auto", "off", "require"),
+    "checkpoints": ("compact", "off"),
+}
+
+
 def _check_options(options: ExportOptions) -> None:
+    for name, allowed in CHOICES.items():
+        if getattr(options, name) not in allowed:
+            raise Refused(
+                f"--{name}", expected=" or ".join(allowed), found=getattr(options, name), remedy="choose one of them"
+            )
     if options.weights == "link":
         raise Refused("--weights", expected="auto or copy", found="link", remedy="this version copies weights")
     size = options.block_size
@@ -203,7 +219,7 @@ def _check_options(options: ExportOptions) -> None:
 
 def _limits(options: ExportOptions, config: ModelConfig) -> Limits:
     longest = config.max_position_embeddings
-    context = options.context_length or longest
+    context = longest if options.context_length is None else options.context_length
     if not 1 <= context <= longest:
         raise Refused(
             "--context-length",

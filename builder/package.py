@@ -50,6 +50,15 @@ def refuse_existing(out: Path, force: bool) -> None:
     raise Refused(out, expected="a new folder", found="something there already", remedy=remedy)
 
 
+def refuse_source(src: Path, out: Path) -> None:
+    """Raises Refused where replacing `out` would delete the checkpoint that is to be exported."""
+    source, target = src.resolve(), out.resolve()
+    if target == source or target in source.parents:
+        raise Refused(
+            out, expected="a folder apart from the checkpoint", found=f"{src} inside it", remedy="choose another name"
+        )
+
+
 def write(
     out: Path,
     checkpoint: Checkpoint,
@@ -168,11 +177,13 @@ def _publish(folder: Path, out: Path) -> None:
         folder.rename(out)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".partial-{out.name}-old-", dir=out.parent))
-    out.rename(aside / out.name)
+    old = aside / out.name
     try:
+        out.rename(old)
         folder.rename(out)
-    except OSError:
-        (aside / out.name).rename(out)
+    except BaseException:  # an interrupt too: what was set aside is somebody's only copy
+        if old.exists():
+            old.rename(out)
+        aside.rmdir()
         raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -50,14 +50,14 @@ def read(folder: str | Path) -> Package:
     config = _config(folder)
     try:
         package = _package(folder, config)
-    except (KeyError, TypeError, ValueError) as error:
+        _check_names(config, package)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Refused(
             folder / CONFIG_FILE,
             expected="a configuration of this project",
             found=f"{type(error).__name__} {error}",
             remedy=RE_EXPORT,
         ) from None
-    _check_names(config, package)
     return package
 
 

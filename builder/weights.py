@@ -127,7 +127,10 @@ def _chunks(weight: Weight) -> Iterator[Array]:
 def _refuse_beyond_float16(weight: Weight, values: Array) -> None:
     if values.dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)) or not values.size:
         return
-    largest = float(np.abs(values.astype(np.float32)).max())
+    widened = values.astype(np.float32)
+    largest = float(max(widened.max(), -widened.min()))
+    if np.isnan(largest):
+        raise Refused(f"tensor {weight.origin}", expected="numbers", found="NaN", remedy="fetch or quantize it again")
     if largest > FLOAT16_MAX:
         raise Refused(
             f"tensor {weight.origin}",

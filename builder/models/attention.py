@@ -55,8 +55,11 @@ class Attention:
     def _rotate(self, graph: Graph, x: Value, heads: int, rotary: Rotary) -> Value:
         """x [T, heads, D] to rotated rows [T, heads * D], in float32 like the tables: the op takes one type."""
         config = self.config
-        rows = graph.op.Cast(graph.op.Reshape(x, [1, -1, heads * config.head_dim]), to=FLOAT)
-        rows.shape = ir.Shape((1, "num_tokens", heads * config.head_dim))
+        width = heads * config.head_dim
+        rows = graph.op.Reshape(x, [1, -1, width])
+        rows.shape = ir.Shape((1, "num_tokens", width))  # shape inference gives up on the -1
+        rows = graph.op.Cast(rows, to=FLOAT)
+        rows.shape = ir.Shape((1, "num_tokens", width))
         rotated = ops.mrope(
             graph,
             rows,

@@ -135,7 +135,8 @@ class Embedding:
         rows = graph.op.Gather(graph.weight(self.name, weight), input_ids)
         if weight.dtype == graph.io_dtype:
             return rows
-        graph.narrowed.add(weight.key)
+        if graph.io_dtype == ir.DataType.FLOAT16:
+            graph.narrowed.add(weight.key)
         return graph.op.Cast(rows, to=graph.io_dtype)
 
 

@@ -18,5 +18,13 @@ def unpack_e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 def first_nan_e4m3(scale: NDArray[Any]) -> tuple[int, ...] | None:
     """Index of the first NaN (bytes 0x7F and 0xFF) of an E4M3 array, or None."""
-    bad = (scale.view(np.uint8) & 0x7F) == 0x7F
+    return _first((scale.view(np.uint8) & 0x7F) == 0x7F)
+
+
+def first_negative_e4m3(scale: NDArray[Any]) -> tuple[int, ...] | None:
+    """Index of the first value below 0, or None. Block scales are unsigned: kernels disagree on what a sign means."""
+    return _first(scale.view(np.uint8) > 0x80)
+
+
+def _first(bad: NDArray[np.bool_]) -> tuple[int, ...] | None:
     return tuple(map(int, np.argwhere(bad)[0])) if bad.any() else None

@@ -100,14 +100,33 @@ def check_scales(quantized: QuantTensor) -> None:
             _check_positive(scale)
         case Nvfp4(block_scale=block_scale, global_scale=global_scale):
             _check_positive(global_scale)
-            nan = codecs.first_nan_e4m3(block_scale.read())
-            if nan is not None:
-                raise Refused(
-                    f"tensor {block_scale.name} at {list(nan)}",
-                    expected="a finite block scale",
-                    found="NaN",
-                    remedy="quantize it again",
-                )
+            _check_reciprocal(quantized)
+            blocks = block_scale.read()
+            for found, index in (
+                ("NaN", codecs.first_nan_e4m3(blocks)),
+                ("a negative one", codecs.first_negative_e4m3(blocks)),
+            ):
+                if index is not None:
+                    raise Refused(
+                        f"tensor {block_scale.name} at {list(index)}",
+                        expected="a finite block scale of 0 or above",
+                        found=found,
+                        remedy="quantize it again",
+                    )
+
+
+def _check_reciprocal(quantized: Nvfp4) -> None:
+    """A divisor may be so small that its reciprocal, the multiplier we write, leaves float32."""
+    stored = quantized.global_scale.read()
+    with np.errstate(over="ignore"):
+        multiplier = quantized.multiplier(stored)
+    if not np.isfinite(multiplier).all():
+        raise Refused(
+            f"tensor {quantized.global_scale.name} at 0",
+            expected="a divisor with a finite reciprocal",
+            found=float(stored.reshape(1)[0]),
+            remedy="quantize it again",
+        )
 
 
 def _check_positive(ref: TensorRef) -> None:

@@ -1,0 +1,118 @@
+"""What files and stored tensors mean, from the formats' definitions alone: safetensors' own reader and float64.
+
+Shares nothing with builder, so that the two can disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import safetensors
+from numpy.typing import NDArray
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+"""Value of each code. Source: OCP Microscaling Formats v1.0, table of FP4 E2M1."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A tensor as safetensors' own reader gives it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def bytes_array(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self.data, np.uint8).reshape(self.shape)
+
+    def values(self) -> NDArray[np.float64]:
+        """The numbers of a float tensor."""
+        if self.dtype == "F8_E4M3":
+            return e4m3(self.bytes_array())
+        if self.dtype == "BF16":  # the upper half of a float32
+            return (
+                (np.frombuffer(self.data, np.uint16).astype(np.uint32) << 16)
+                .view(np.float32)
+                .reshape(self.shape)
+                .astype(np.float64)
+            )
+        return (
+            np.frombuffer(self.data, {"F32": np.float32, "F16": np.float16}[self.dtype])
+            .reshape(self.shape)
+            .astype(np.float64)
+        )
+
+
+def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Sign, 4 exponent bits with bias 7, 3 mantissa bits, no infinity; 0x7F and 0xFF are NaN. Source: OCP FP8 v1.0."""
+    exponent, mantissa = (codes.astype(np.int64) >> 3) & 15, codes & 7
+    values = np.where(exponent > 0, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
+    values[(codes & 0x7F) == 0x7F] = np.nan
+    return np.where(codes < 128, values, -values)
+
+
+def e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """[N, K / 2] bytes to [N, K] values, written as the plainest loop there is."""
+    rows = [[value for byte in row for value in (E2M1[byte % 16], E2M1[byte // 16])] for row in packed.tolist()]
+    return np.array(rows, np.float64)
+
+
+def read_checkpoint(folder: Path) -> dict[str, Raw]:
+    """Every tensor, from the shard that the index assigns it to."""
+    index = folder / "model.safetensors.index.json"
+    shards: dict[str, str] | None = json.loads(index.read_text())["weight_map"] if index.is_file() else None
+    found: dict[str, Raw] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in safetensors.deserialize(path.read_bytes()):
+            if shards is None or shards.get(name) == path.name:
+                found[name] = Raw(entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+    return found
+
+
+def weight(tensors: dict[str, Raw], module: str) -> NDArray[np.float64]:
+    """The dequantized weight [N, K] of a linear module in float64, whichever of the two dialects stored it."""
+    own = {name.rpartition(".")[2]: raw for name, raw in tensors.items() if name.rpartition(".")[0] == module}
+    if "weight_packed" in own:
+        return _nvfp4(own["weight_packed"], own["weight_scale"], 1 / own["weight_global_scale"].values().reshape(()))
+    if "weight_scale_2" in own:
+        return _nvfp4(own["weight"], own["weight_scale"], own["weight_scale_2"].values().reshape(()))
+    if "weight_scale" in own:
+        return own["weight"].values() * own["weight_scale"].values().reshape(-1, 1)
+    return own["weight"].values()
+
+
+def _nvfp4(packed: Raw, block_scale: Raw, multiplier: NDArray[np.float64]) -> NDArray[np.float64]:
+    return e2m1(packed.bytes_array()) * np.repeat(block_scale.values(), 16, axis=1) * multiplier
+
+
+def graph(package: Path, file: str = "model.onnx") -> onnx.GraphProto:
+    """A graph of a package without its weights."""
+    return onnx.load(package / file, load_external_data=False).graph
+
+
+def initializer(package: Path, name: str, file: str = "model.onnx") -> NDArray[Any]:
+    """The value of an initializer, read by onnx from the package's data file."""
+    tensor = next(tensor for tensor in graph(package, file).initializer if tensor.name == name)
+    return onnx.numpy_helper.to_array(tensor, str(package))
+
+
+def dims(value: onnx.ValueInfoProto) -> list[int | str | None]:
+    """Symbols, sizes, and None for a dimension that nothing is known of."""
+    return [
+        dim.dim_param if dim.HasField("dim_param") else dim.dim_value if dim.HasField("dim_value") else None
+        for dim in value.type.tensor_type.shape.dim
+    ]
+
+
+def element_types(graph: onnx.GraphProto) -> dict[str, str]:
+    """The type of every value of a graph in the words of the schemas, such as tensor(float16)."""
+    values = [*graph.value_info, *graph.input, *graph.output]
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    names = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}
+    return {name: f"tensor({names[number]})" for name, number in types.items()}

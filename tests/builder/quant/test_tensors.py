@@ -1,0 +1,135 @@
+"""QuantTensors mean what the formats say, whichever dialect stored them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from builder.checkpoint import Checkpoint, read_header
+from builder.config import parse_config
+from builder.exporter import Source, read_source
+from builder.quant.linear import read_linear
+from builder.quant.tensors import Dense, Fp8, Nvfp4, QuantTensor, dequantize
+from fixtures.writer import Tiny
+from tests.builder import oracle
+from tests.conftest import TinyFactory
+
+FLOAT32_PRODUCTS = 3 * 2.0**-24
+"""Three roundings to float32: of a reciprocal and of two products."""
+
+
+def source(folder: Path) -> Source:
+    return read_source(Checkpoint(folder), "auto")
+
+
+def test_real_checkpoints_dequantize_to_the_formula_in_float64(real_checkpoint: Path) -> None:
+    tensors = oracle.read_checkpoint(real_checkpoint)
+    linears = source(real_checkpoint).linears
+    layers = parse_config(Checkpoint(real_checkpoint).config).num_hidden_layers
+    assert len(linears) > 7 * layers
+    for module, quantized in linears.items():
+        expected = oracle.weight(tensors, module)
+        actual = dequantize(quantized)
+        assert actual.dtype == np.float32 and actual.shape == quantized.shape == expected.shape
+        assert np.allclose(actual, expected, rtol=FLOAT32_PRODUCTS, atol=0), module
+        assert np.array_equal(np.signbit(actual), np.signbit(expected)), module
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Tiny(), Tiny(fp8_per_channel=True, gates="fp8"), Tiny(gates="nvfp4", vision=True, tied=True)],
+    ids=["per tensor", "per channel", "quantized gates"],
+)
+def test_both_dialects_dequantize_bit_identically(tiny: TinyFactory, options: Tiny) -> None:
+    modelopt, compressed = tiny("modelopt", options), tiny("compressed-tensors", options)
+    stored = oracle.read_checkpoint(modelopt)
+    ours, theirs = source(modelopt).linears, source(compressed).linears
+    assert list(ours) == list(theirs)
+    kinds = {quantized.kind for quantized in ours.values()}
+    assert kinds == {"float", "fp8", "nvfp4"}
+    for module, quantized in ours.items():
+        assert quantized.kind == theirs[module].kind
+        values = dequantize(quantized)
+        assert np.array_equal(values.view(np.uint32), dequantize(theirs[module]).view(np.uint32)), module
+        # Every scale is a power of two or has four bits, so float32 is exact.
+        assert np.array_equal(values, oracle.weight(stored, module)), module
+
+
+def test_a_divisor_is_inverted_exactly_once(tiny: TinyFactory) -> None:
+    module = "model.layers.0.mlp.gate_proj"
+    folder = tiny("compressed-tensors", edit=lambda t, c: t[f"{module}.weight_global_scale"].fill(3584.0))
+    quantized = source(folder).linears[module]
+    expected = oracle.weight(oracle.read_checkpoint(folder), module)
+    for _ in range(2):  # reading it a second time inverts nothing again
+        assert np.allclose(dequantize(quantized), expected, rtol=FLOAT32_PRODUCTS, atol=0)
+
+
+def test_parts_of_one_mlp_keep_their_own_global_scales(tiny: TinyFactory) -> None:
+    names = [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up")]
+
+    def edit(tensors: dict[str, np.ndarray], config: object) -> None:
+        for name, divisor in zip(names, (1000.0, 2140.0), strict=True):
+            tensors[f"{name}.weight_global_scale"][:] = divisor
+
+    folder = tiny("compressed-tensors", edit=edit)
+    linears = source(folder).linears
+    for name, divisor in zip(names, (1000.0, 2140.0), strict=True):
+        quantized = linears[name]
+        assert isinstance(quantized, Nvfp4)
+        assert quantized.multiplier(quantized.global_scale.read()) == np.float32(1 / divisor)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (6,), (6, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["F32", "BF16", "F16"])
+def test_fp8_scales_of_every_shape_multiply_their_rows(tmp_path: Path, shape: tuple[int, ...], dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 0x7F, (6, 4), np.uint8)
+    scale = rng.uniform(0.5, 2, shape).astype(dtype)
+    quantized = stored_linear(tmp_path, {"weight": codes.view(ml_dtypes.float8_e4m3fn), "weight_scale": scale}, (6, 4))
+    assert isinstance(quantized, Fp8)
+    rows = np.broadcast_to(scale.astype(np.float64).reshape(-1, 1), (6, 1))
+    assert np.array_equal(dequantize(quantized), (oracle.e4m3(codes) * rows).astype(np.float32))
+    channels = quantized.channel_scales(scale)
+    assert channels.dtype == np.float32 and channels.shape == (6, 1) and np.array_equal(channels, rows)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("divides", [False, True], ids=["multiplier", "divisor"])
+def test_nvfp4_globals_may_be_scalars_or_vectors_of_one(tmp_path: Path, shape: tuple[int, ...], divides: bool) -> None:
+    rng = np.random.default_rng(1)
+    packed = rng.integers(0, 256, (3, 16), np.uint8)
+    blocks = rng.integers(0, 0x7F, (3, 2), np.uint8)
+    scale = np.full(shape, 4.0 if divides else 0.25, np.float32)
+    names = ("weight_packed", "weight_global_scale") if divides else ("weight", "weight_scale_2")
+    stored = {names[0]: packed, names[1]: scale, "weight_scale": blocks.view(ml_dtypes.float8_e4m3fn)}
+    quantized = stored_linear(tmp_path, stored, (3, 32))
+    expected = oracle.e2m1(packed) * np.repeat(oracle.e4m3(blocks), 16, axis=1) * 0.25
+    assert np.array_equal(dequantize(quantized), expected)
+
+
+def test_a_zero_block_scale_means_zeros(tmp_path: Path) -> None:
+    packed = np.full((2, 8), 0x77, np.uint8)
+    blocks = np.array([[0x00], [0x38]], np.uint8).view(ml_dtypes.float8_e4m3fn)
+    stored = {"weight": packed, "weight_scale": blocks, "weight_scale_2": np.array(1, np.float32)}
+    values = dequantize(stored_linear(tmp_path, stored, (2, 16)))
+    assert values[0].tolist() == [0.0] * 16 and values[1].tolist() == [6.0] * 16
+
+
+def test_dense_weights_widen_exactly(tmp_path: Path) -> None:
+    for index, dtype in enumerate((ml_dtypes.bfloat16, np.float16, np.float32)):
+        weight = np.random.default_rng(2).standard_normal((5, 3)).astype(dtype)
+        quantized = stored_linear(tmp_path / str(index), {"weight": weight}, (5, 3))
+        assert isinstance(quantized, Dense) and np.array_equal(dequantize(quantized), weight.astype(np.float32))
+
+
+def stored_linear(folder: Path, stored: dict[str, np.ndarray], shape: tuple[int, int]) -> QuantTensor:
+    """Writes the tensors of one module and reads them as a linear."""
+    folder.mkdir(exist_ok=True)
+    save_file(stored, folder / "linear.safetensors")
+    tensors = {name: replace(ref, name=f"m.{name}") for name, ref in read_header(folder / "linear.safetensors").items()}
+    return read_linear("m", tensors, shape)

@@ -1,0 +1,412 @@
+"""The package folder: where bytes lie, what is shared, and that nothing half-written ever stays."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime_genai import Config
+
+import builder
+from builder import package
+from builder.errors import MachineError, Refused
+from builder.exporter import ExportOptions
+from fixtures.writer import Tiny
+from tests.builder import oracle
+from tests.conftest import TinyFactory
+
+REPOSITORY = Path(__file__).parents[2]
+Range = tuple[int, int]
+
+
+def external(folder: Path, file: str) -> dict[str, Range]:
+    """Offset and length in weights.data of every external initializer."""
+    found: dict[str, Range] = {}
+    for tensor in oracle.graph(folder, file).initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entry = {item.key: item.value for item in tensor.external_data}
+            assert entry["location"] == "weights.data"
+            found[tensor.name] = int(entry["offset"]), int(entry["length"])
+    return found
+
+
+def ranges(folder: Path) -> list[Range]:
+    """The distinct byte ranges that all graphs use, in order."""
+    return sorted({place for path in folder.glob("*.onnx") for place in external(folder, path.name).values()})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Weights
+
+
+def test_the_data_file_is_covered_up_to_alignment(package_folder: Path) -> None:
+    """No byte belongs to two tensors or to none, beyond zeros that align the next; large ones start at 64 KiB."""
+    data = (package_folder / "weights.data").read_bytes()
+    end = 0
+    for offset, length in ranges(package_folder):
+        alignment = 65536 if length >= 65536 else 256
+        assert length > 0 and offset == -(-end // alignment) * alignment
+        assert not any(data[end:offset])
+        end = offset + length
+    assert end == len(data)
+
+
+def test_lengths_are_those_of_the_declared_shapes(package_folder: Path) -> None:
+    for path in package_folder.glob("*.onnx"):
+        places = external(package_folder, path.name)
+        for tensor in oracle.graph(package_folder, path.name).initializer:
+            if tensor.name in places:
+                itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+                assert places[tensor.name][1] == int(np.prod(list(tensor.dims))) * itemsize
+
+
+def test_the_report_counts_the_bytes(tiny: TinyFactory, tmp_path: Path) -> None:
+    report = builder.export(tiny("modelopt"), tmp_path / "out")
+    target, head = (external(tmp_path / "out", file) for file in ("model.onnx", "mtp.onnx"))
+    shared = sum(
+        target[name][1] for name in ("model.embed_tokens.weight", "lm_head.fp8_weight", "lm_head.fp8_weight_scale")
+    )
+    assert report.weights == {
+        "linked_bytes": 0,
+        "copied_bytes": sum(length for _, length in ranges(tmp_path / "out")),
+        "shared_bytes": shared,
+    }
+    assert set(head.values()) & set(target.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("trained", ["model.embed_tokens.weight", "lm_head.fp8_weight", "lm_head.fp8_weight_scale"]),
+        ("tiny", ["model.embed_tokens.weight", "lm_head.fp8_weight", "lm_head.fp8_weight_scale"]),
+    ],
+)
+def test_the_head_uses_the_targets_embedding_and_lm_head(
+    packages: Mapping[str, Path], name: str, expected: list[str]
+) -> None:
+    folder = packages[name]
+    target, head = external(folder, "model.onnx"), external(folder, "mtp.onnx")
+    for shared in expected:
+        assert head[shared] == target[shared]
+    config = json.loads((folder / "genai_config.json").read_text("utf-8"))["model"]
+    assert config["decoder"]["shared_initializers"] == config["mtp"]["shared_initializers"]
+    tensors = {tensor.name: tensor for tensor in oracle.graph(folder, "mtp.onnx").initializer}
+    assert config["mtp"]["shared_initializers"] == [
+        {
+            "name": shared,
+            "data_file": "weights.data",
+            "offset": str(head[shared][0]),  # text, because JSON readers keep numbers as doubles
+            "length": str(head[shared][1]),
+            "data_type": tensors[shared].data_type,
+            "shape": list(tensors[shared].dims),
+        }
+        for shared in expected
+    ]
+
+
+def test_a_tied_head_is_the_embedding_in_both_graphs(tiny: TinyFactory, tmp_path: Path) -> None:
+    builder.export(tiny("modelopt", Tiny(tied=True)), tmp_path / "out")
+    target, head = (external(tmp_path / "out", file) for file in ("model.onnx", "mtp.onnx"))
+    places = [places[name] for places in (target, head) for name in ("lm_head.weight", "model.embed_tokens.weight")]
+    assert len(set(places)) == 1
+
+
+# Reproducibility
+
+
+def test_two_exports_are_byte_identical(tiny: TinyFactory, tmp_path: Path) -> None:
+    """Names carry no counter of the process, and nothing depends on hash order or time."""
+    for dialect in ("modelopt", "compressed-tensors"):
+        folder = tiny(dialect)  # type: ignore[arg-type]
+        outputs = [tmp_path / dialect / name for name in ("first", "second with another name")]
+        for out in outputs:
+            builder.export(folder, out)
+        assert contents(outputs[0]) == contents(outputs[1])
+
+
+def test_the_directory_one_stands_in_does_not_matter(
+    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data file of that name in the current directory is neither read nor taken for ours."""
+    folder = tiny("modelopt")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("weights.data", "model.onnx", "genai_config.json"):
+        (elsewhere / name).write_text("somebody else's")
+    builder.export(folder, tmp_path / "absolute")
+    monkeypatch.chdir(elsewhere)
+    builder.export(os.path.relpath(folder), "relative")
+    assert contents(elsewhere / "relative") == contents(tmp_path / "absolute")
+    assert (elsewhere / "weights.data").read_text() == "somebody else's"
+
+
+@pytest.mark.parametrize("name", ["mit Leerzeichen", "Übung mé x", "日本 🙂", "a'b\"c", "100%d"])
+def test_any_folder_name_will_do(tiny: TinyFactory, tmp_path: Path, name: str) -> None:
+    source = tmp_path / name / "checkpoint"
+    source.parent.mkdir()
+    shutil.copytree(tiny("modelopt"), source)
+    out = tmp_path / name / "package"
+    builder.export(source, out)
+    Config(str(out))
+    text = (out / "genai_config.json").read_bytes()
+    assert not text.startswith(b"\xef\xbb\xbf")
+    files = [value for key, value in pairs(json.loads(text.decode("utf-8"))) if key in ("filename", "data_file")]
+    assert set(files) == {"model.onnx", "mtp.onnx", "weights.data"}
+    assert oracle.initializer(out, "lm_head.fp8_weight").shape == (96, 64)
+
+
+def pairs(value: Any) -> list[tuple[str, Any]]:
+    """Every key of a JSON document with its value."""
+    if isinstance(value, dict):
+        return [*value.items(), *itertools.chain.from_iterable(pairs(inner) for inner in value.values())]
+    if isinstance(value, list):
+        return list(itertools.chain.from_iterable(pairs(inner) for inner in value))
+    return []
+
+
+# What is in the way
+
+
+def test_an_existing_output_is_refused_and_left_alone(tiny: TinyFactory, tmp_path: Path) -> None:
+    folder = tiny("modelopt")
+    for name, make in (("folder", Path.mkdir), ("file", Path.touch)):
+        out = tmp_path / name
+        make(out)
+        with pytest.raises(
+            Refused, match=f"{name}: expected a new folder, found something there already; pass --force"
+        ):
+            builder.export(folder, out)
+        assert out.exists() and not list(out.iterdir() if out.is_dir() else ())
+
+
+def test_force_replaces_the_whole_folder(tiny: TinyFactory, tmp_path: Path) -> None:
+    """Nothing of the old package stays, so a second, smaller export leaves no orphaned bytes."""
+    big, small = tiny("modelopt"), tiny("modelopt", Tiny(mtp=False))
+    builder.export(big, tmp_path / "out")
+    (tmp_path / "out" / "stale.data").write_bytes(b"x")
+    builder.export(small, tmp_path / "out", ExportOptions(force=True))
+    builder.export(small, tmp_path / "fresh")
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    assert "mtp.onnx" not in contents(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "fresh", "out"]
+
+
+def test_force_does_not_replace_a_file(tiny: TinyFactory, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(Refused, match="choose another name"):
+        builder.export(tiny("modelopt"), tmp_path / "out", ExportOptions(force=True))
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_force_never_deletes_the_checkpoint(tiny: TinyFactory, tmp_path: Path) -> None:
+    folder = tiny("modelopt")
+    before = contents(folder)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    for out in (folder, folder.parent, link, folder / ".." / folder.name):
+        with pytest.raises(Refused, match="a folder apart from the checkpoint"):
+            builder.export(folder, out, ExportOptions(force=True))
+    assert contents(folder) == before
+
+
+# What fails on the way
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk with room for 100,000 bytes."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(memoryview(data)) > 100_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def full_disk(patch: pytest.MonkeyPatch) -> None:
+    real = Path.open
+
+    def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "w" in mode and path.name == "weights.data":
+            return io.BufferedWriter(FullDisk(path, mode))
+        return real(path, mode, *args, **kwargs)
+
+    patch.setattr(Path, "open", opened)
+
+
+def failing(owner: Any, name: str, code: int, when: Callable[..., bool]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Makes a call raise an OSError where `when` says so of its arguments."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if when(*args, **kwargs):
+                paths = [str(arg) for arg in args[:1] if isinstance(arg, Path)]
+                raise OSError(code, os.strerror(code), *paths)
+            return real(*args, **kwargs)
+
+        patch.setattr(owner, name, call)
+
+    return apply
+
+
+FAILURES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "weights": (full_disk, "out: no space left for the package"),
+    "graph": (
+        failing(Path, "write_bytes", errno.ENOSPC, lambda path, data: path.name == "mtp.onnx"),
+        "out: no space left for the package",
+    ),
+    "configuration": (
+        failing(Path, "write_text", errno.EIO, lambda path, *rest: path.name == "genai_config.json"),
+        "genai_config.json: Input/output error; the package was not written",
+    ),
+    "flush": (
+        failing(os, "fsync", errno.EDQUOT, lambda descriptor: True),
+        "out: Disk quota exceeded; the package was not written",
+    ),
+    "staging": (
+        failing(tempfile, "mkdtemp", errno.EACCES, lambda prefix, dir: True),
+        "out: Permission denied; the package was not written",
+    ),
+    "rename": (
+        failing(Path, "rename", errno.EXDEV, lambda path, target: path.name.startswith(".partial-")),
+        "Invalid cross-device link; the package was not written",
+    ),
+}
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_on_the_way_leaves_things_as_they_were(
+    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, existing: bool
+) -> None:
+    folder, home = tiny("modelopt"), home_of(tmp_path, existing)
+    fault, text = FAILURES[failure]
+    with monkeypatch.context() as patch:
+        fault(patch)
+        with pytest.raises(MachineError) as caught:
+            builder.export(folder, home / "out", ExportOptions(force=existing))
+    assert text in str(caught.value) and str(home) in str(caught.value)
+    assert_untouched(home, existing)
+
+
+def home_of(tmp_path: Path, existing: bool) -> Path:
+    """A folder that holds an old package or nothing."""
+    home = tmp_path / "home"
+    home.mkdir()
+    if existing:
+        (home / "out").mkdir()
+        (home / "out" / "old").write_text("kept")
+    return home
+
+
+def assert_untouched(home: Path, existing: bool) -> None:
+    assert contents(home) == ({"out/old": b"kept"} if existing else {})
+    assert [path.name for path in home.iterdir()] == (["out"] if existing else [])
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
+@pytest.mark.parametrize("moment", ["place", "_copy_text_files", "_flush", "rename"])
+def test_an_interrupt_leaves_things_as_they_were(
+    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, existing: bool
+) -> None:
+    folder, home = tiny("modelopt"), home_of(tmp_path, existing)
+    real = Path.rename
+
+    def interrupt(*args: Any) -> Any:
+        if moment == "rename" and not args[0].name.startswith(".partial-"):
+            return real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Path, "rename") if moment == "rename" else (package, moment)), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            builder.export(folder, home / "out", ExportOptions(force=existing))
+    assert_untouched(home, existing)
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
+def test_a_refusal_while_writing_leaves_things_as_they_were(tiny: TinyFactory, tmp_path: Path, existing: bool) -> None:
+    """A value beyond float16 is seen only when its tensor is streamed."""
+
+    def edit(tensors: dict[str, np.ndarray], config: object) -> None:
+        tensors["mtp.fc.weight"][3, 3] = 1e6
+
+    folder, home = tiny("modelopt", edit=edit), home_of(tmp_path, existing)
+    with pytest.raises(Refused, match=r"tensor mtp\.fc\.weight: .*--dtype bfloat16"):
+        builder.export(folder, home / "out", ExportOptions(force=existing))
+    assert_untouched(home, existing)
+
+
+def test_an_output_that_appears_meanwhile_is_not_overwritten(
+    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = package.place
+
+    def slow(*args: Any) -> Any:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("first")
+        return real(*args)
+
+    monkeypatch.setattr(package, "place", slow)
+    with pytest.raises(Refused, match="something there already"):
+        builder.export(tiny("modelopt"), tmp_path / "out")
+    assert contents(tmp_path / "out") == {"theirs": b"first"}
+    assert not list(tmp_path.glob(".partial-*"))
+
+
+def test_a_package_that_would_not_read_back_is_not_published(
+    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise Refused("x", expected="a", found="b", remedy="c")
+
+    monkeypatch.setattr(package.reader, "read", refuse)
+    with pytest.raises(Refused, match="x: expected a, found b"):
+        builder.export(tiny("modelopt"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_a_killed_export_leaves_no_package_and_the_next_one_succeeds(tiny: TinyFactory, tmp_path: Path) -> None:
+    folder, home = tiny("modelopt"), home_of(tmp_path, existing=False)
+    script = f"""
+import os, signal
+import builder
+from builder import package
+real = package.place
+def place(weights, *rest):
+    real(list(weights)[:3], *rest)
+    os.kill(os.getpid(), signal.SIGKILL)
+package.place = place
+builder.export({str(folder)!r}, {str(home / "out")!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", script], check=False, cwd=REPOSITORY)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name.startswith(".partial-out-") for path in home.iterdir()] == [True]
+    builder.export(folder, home / "out")
+    Config(str(home / "out"))
+
+
+def test_an_oversized_text_file_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:
+    folder = tiny("modelopt")
+    (folder / "vocab.json").touch()
+    os.truncate(folder / "vocab.json", package.MAX_TEXT_FILE_BYTES + 1)  # sparse
+    with pytest.raises(Refused, match=r"vocab\.json: expected at most"):
+        builder.export(folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

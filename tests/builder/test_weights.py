@@ -1,0 +1,230 @@
+"""Where weights go: alignment, sharing, memory, and what does not fit float16."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+import builder
+from builder import package, weights
+from builder.checkpoint import TensorRef, read_header
+from builder.errors import Refused
+from builder.weights import Computed, Placement, Stored, Weight, place
+
+MEGABYTE = 1 << 20
+ONNX = {"F32": ir.DataType.FLOAT, "BF16": ir.DataType.BFLOAT16, "F16": ir.DataType.FLOAT16, "U8": ir.DataType.UINT8}
+
+
+def stored(folder: Path, arrays: dict[str, NDArray[Any]]) -> list[Stored]:
+    """The arrays in a safetensors file, as weights in the order given."""
+    folder.mkdir(exist_ok=True)
+    save_file(arrays, folder / "x.safetensors")
+    refs = read_header(folder / "x.safetensors")
+    return [Stored(refs[name], ONNX[refs[name].dtype], refs[name].shape) for name in arrays]
+
+
+def computed(name: str, array: NDArray[np.float32]) -> Computed:
+    return Computed(name, None, array.shape, lambda: array)
+
+
+def placed(items: list[Weight], narrowed: set[object] | None = None) -> tuple[bytes, dict[object, Placement]]:
+    file = io.BytesIO()
+    places = place(items, file, "weights.data", narrowed or set())
+    return file.getvalue(), places
+
+
+def test_bytes_arrive_at_their_places_without_needless_gaps(tmp_path: Path) -> None:
+    """Large tensors start at 64 KiB, small ones at 256 bytes, and only alignment and zeros lie between."""
+    rng = np.random.default_rng(0)
+    sizes = (1, 255, 256, 257, 65535, 65536, 65537, 3, 200_000, 10)
+    arrays = {f"t{i}": rng.integers(1, 256, size, np.uint8) for i, size in enumerate(sizes)}
+    items: list[Weight] = [*stored(tmp_path, arrays), computed("half", np.full((5, 7), 0.5, np.float32))]
+    data, places = placed(items)
+    expected = [*(array.tobytes() for array in arrays.values()), np.full(35, 0.5, np.float32).tobytes()]
+    end = 0
+    for item, content in zip(items, expected, strict=True):
+        at = places[item.key]
+        assert at.file == "weights.data" and at.length == len(content) == item.nbytes
+        alignment = 65536 if at.length >= 65536 else 256
+        assert at.offset == -(-end // alignment) * alignment
+        assert data[end : at.offset] == bytes(at.offset - end)
+        assert data[at.offset : at.offset + at.length] == content
+        end = at.offset + at.length
+    assert len(data) == end
+
+
+def test_one_source_has_one_place(tmp_path: Path) -> None:
+    """Read as another type or shape it is still the same bytes; another tensor with equal bytes is not."""
+    a, b = stored(tmp_path, {"a": np.arange(8, dtype=np.uint8), "b": np.arange(8, dtype=np.uint8)})
+    same = Stored(a.ref, ir.DataType.UINT8, (2, 4))
+    data, places = placed([a, b, same, a])
+    assert same.key == a.key != b.key
+    assert len(places) == 2 and len(data) == 256 + 8
+
+
+def test_a_transform_is_computed_once(tmp_path: Path) -> None:
+    calls = []
+    first = Computed("plus_one", "x", (1,), lambda: calls.append(1) or np.ones(1, np.float32))  # type: ignore[func-returns-value]
+    again = Computed("plus_one", "x", (1,), lambda: calls.append(2) or np.zeros(1, np.float32))  # type: ignore[func-returns-value]
+    other = Computed("plus_one", "y", (1,), lambda: calls.append(3) or np.zeros(1, np.float32))  # type: ignore[func-returns-value]
+    _, places = placed([first, again, other])
+    assert calls == [1, 3] and len(places) == 2
+
+
+@pytest.mark.parametrize("array", [np.ones((2, 1), np.float32), np.ones((2, 2), np.float64)], ids=["shape", "type"])
+def test_a_transform_that_breaks_its_promise_is_a_bug(array: NDArray[Any]) -> None:
+    with pytest.raises(AssertionError, match="plus_one of x gave"):
+        placed([Computed("plus_one", "x", (2, 2), lambda: array)])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("dtype", "fits", "beyond"),
+    [(np.float32, 65504.0, 65505.0), (ml_dtypes.bfloat16, 65280.0, 65536.0)],  # neighbours in bfloat16
+    ids=["F32", "BF16"],
+)
+def test_values_beyond_float16_are_refused_by_name(
+    tmp_path: Path, dtype: type, fits: float, beyond: float, sign: int
+) -> None:
+    array = np.zeros((4, 4), dtype)
+    array[2, 3] = sign * fits
+    (item,) = stored(tmp_path / "fits", {"blown.weight": array})
+    placed([item], {item.key})
+    array[2, 3] = sign * beyond
+    (item,) = stored(tmp_path / "beyond", {"blown.weight": array})
+    placed([item])  # nobody narrows it
+    with pytest.raises(Refused) as caught:
+        placed([item], {item.key})
+    assert f"tensor blown.weight: expected values within 65504 for float16, found {beyond}" in str(caught.value)
+    assert "--dtype bfloat16" in str(caught.value)
+
+
+def test_the_float16_check_sees_every_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 64)
+    array = np.zeros(1000, np.float32)
+    array[-1] = 1e9
+    (item,) = stored(tmp_path, {"x": array})
+    data, _ = placed([item])
+    assert data == array.tobytes()
+    with pytest.raises(Refused, match="tensor x"):
+        placed([item], {item.key})
+
+
+def test_nan_is_no_number(tmp_path: Path) -> None:
+    array = np.zeros(4, ml_dtypes.bfloat16)
+    array[1] = np.nan
+    (item,) = stored(tmp_path, {"x": array})
+    with pytest.raises(Refused, match="tensor x: expected numbers, found NaN"):
+        placed([item], {item.key})
+
+
+def test_narrowed_transforms_are_checked_too() -> None:
+    item = Computed("plus_one", "norm.weight", (1,), lambda: np.array([70000], np.float32))
+    with pytest.raises(Refused, match=r"tensor norm\.weight"):
+        placed([item], {item.key})
+
+
+def test_float16_weights_need_no_check(tmp_path: Path) -> None:
+    (item,) = stored(tmp_path, {"x": np.full(3, 65504, np.float16)})
+    placed([item], {item.key})
+
+
+def test_a_file_that_shrank_meanwhile_is_refused(tmp_path: Path) -> None:
+    (item,) = stored(tmp_path, {"x": np.zeros(100, np.float32)})
+    os.truncate(item.ref.file, item.ref.offset + 40)
+    with pytest.raises(Refused, match="tensor x: expected 360 more bytes, found the end of the file"):
+        placed([item])
+
+
+def test_tensors_larger_than_a_chunk_are_written_piece_by_piece(tmp_path: Path) -> None:
+    """One write of more than 2 GB fails on some systems, and a whole tensor need never be in memory."""
+
+    class Recorder(io.RawIOBase):
+        sizes: list[int] = []  # noqa: RUF012
+        position = 0
+
+        def writable(self) -> bool:
+            return True
+
+        def tell(self) -> int:
+            return self.position
+
+        def write(self, data: Any) -> int:
+            self.sizes.append(len(data))
+            self.position += len(data)
+            return len(data)
+
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 100 * MEGABYTE)
+    ref = TensorRef("big", path, "U8", (100 * MEGABYTE,), 0, 100 * MEGABYTE)
+    recorder = Recorder()
+    place([Stored(ref, ir.DataType.UINT8, ref.shape)], recorder, "weights.data", set())  # type: ignore[arg-type]
+    assert sum(recorder.sizes) == 100 * MEGABYTE and max(recorder.sizes) == weights.CHUNK_BYTES == 16 * MEGABYTE
+
+
+def peak_bytes(items: list[Weight], narrowed: set[object]) -> int:
+    with open(os.devnull, "wb") as sink:
+        tracemalloc.start()
+        try:
+            place(items, sink, "weights.data", narrowed)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
+    """64 stored and 64 computed tensors of 1 MB each: never more than a few of them at once."""
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 64 * MEGABYTE)
+    refs = [TensorRef(f"t{i}", path, "BF16", (MEGABYTE // 2,), i * MEGABYTE, MEGABYTE) for i in range(64)]
+    items: list[Weight] = [Stored(ref, ir.DataType.BFLOAT16, ref.shape) for ref in refs]
+    narrowed = {item.key for item in items}  # which widens each for its check
+    items += [
+        Computed("plus_one", ref.name, ref.shape, lambda ref=ref: ref.read().astype(np.float32) + np.float32(1))
+        for ref in refs
+    ]
+    assert peak_bytes(items, narrowed) < 8 * MEGABYTE
+
+
+def test_an_export_writes_within_the_memory_of_its_largest_tensor(
+    trained_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real graphs' promises hold no arrays: 7.6 MB of weights, the largest 1 MB."""
+    peaks: list[int] = []
+    largest: list[int] = []
+
+    def traced(items: Any, file: BinaryIO, file_name: str, narrowed: set[object]) -> dict[object, Placement]:
+        tracemalloc.start()
+        try:
+            places = place(items, file, file_name, narrowed)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        largest.append(max(at.length for at in places.values()))
+        return places
+
+    monkeypatch.setattr(package, "place", traced)
+    report = builder.export(trained_checkpoint, tmp_path / "out")
+    assert report.weights["copied_bytes"] > 7 * largest[0]
+    assert peaks[0] < 3 * largest[0] + MEGABYTE
+
+
+def test_progress_counts_the_bytes(trained_checkpoint: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    builder.export(trained_checkpoint, tmp_path / "out", progress=lambda *step: seen.append(step))
+    done = [step[1] for step in seen]
+    assert {step[0] for step in seen} == {"writing weights"} and len({step[2] for step in seen}) == 1
+    assert all(a < b for a, b in itertools.pairwise(done)) and done[-1] == seen[-1][2]
