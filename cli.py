@@ -223,13 +223,13 @@ def run(
     loaded = runtime.load(package, ep)
     tokenizer = _tokenizer(package)
     asks = _asks(tokenizer, package, sources, max_new_tokens, draft_tokens)
-    options = generation.options_for(
-        loaded,
-        asks,
-        runtime.EngineOptions(
-            num_blocks, block_size, loaded.package.max_batch_size if max_batch_size is None else max_batch_size, max_scheduled_tokens
-        ),
+    sizes = runtime.EngineOptions(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_batch_size=loaded.package.max_batch_size if max_batch_size is None else max_batch_size,
+        max_scheduled_tokens=max_scheduled_tokens,
     )
+    options = generation.options_for(loaded, asks, sizes)
     with progress_bar(quiet) as progress:
         result = generation.generate(loaded, asks, options, progress)
     if dump:
