@@ -7,6 +7,7 @@ stdout carries the result; progress and warnings go to stderr. Heavy imports hap
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from builder.errors import DraftsmithError, Refused
+from builder.errors import DraftsmithError, MachineError, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,10 +29,17 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress and no warnings on stderr.")
 
 
+def _stop(number: int, frame: object) -> None:
+    """Ends as an exception does, so that whatever is half-written is taken back on the way out."""
+    raise SystemExit(128 + number)
+
+
 class Commands(click.Group):
     """A group whose commands turn this project's errors into one line and their exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _stop)
         try:
             return super().invoke(ctx)
         except DraftsmithError as error:
@@ -39,6 +47,9 @@ class Commands(click.Group):
                 raise
             click.echo(f"build-model: {error}", err=True)
             ctx.exit(error.exit_code)
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("build-model: interrupted", err=True)
+            ctx.exit(128 + signal.SIGINT)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,7 +64,7 @@ def progress_bar(quiet: bool) -> Iterator[Progress]:
     """A bar on stderr for work that lasts; nothing when silenced or not on a terminal."""
     from builder.progress import silent
 
-    if quiet or not sys.stderr.isatty():
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield silent
         return
     from rich.console import Console
@@ -72,10 +83,16 @@ def progress_bar(quiet: bool) -> Iterator[Progress]:
 
 def show(result: Any, as_json: bool, human: Callable[[], None]) -> None:
     """The one place where a result becomes output."""
-    if as_json:
-        click.echo(json.dumps(result, ensure_ascii=False))
-    else:
-        human()
+    try:
+        if as_json:
+            click.echo(json.dumps(result))
+        else:
+            human()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise MachineError(f"stdout: {error.strerror}; the result could not be written") from error
 
 
 def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
@@ -220,9 +237,9 @@ def run(
     import runtime
     from runtime import generation, recording
 
-    loaded = runtime.load(package, ep)
-    tokenizer = _tokenizer(package)
+    tokenizer = _tokenizer(package, quiet)
     asks = _asks(tokenizer, package, sources, max_new_tokens, draft_tokens)
+    loaded = runtime.load(package, ep)
     sizes = runtime.EngineOptions(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -230,6 +247,8 @@ def run(
         max_scheduled_tokens=max_scheduled_tokens,
     )
     options = generation.options_for(loaded, asks, sizes)
+    if dump:
+        recording.check_target(dump, loaded.package, asks)
     with progress_bar(quiet) as progress:
         result = generation.generate(loaded, asks, options, progress)
     if dump:
@@ -238,13 +257,20 @@ def run(
         tokenizer.decode(request.token_ids, loaded.package.eos_token_ids) if tokenizer else None
         for request in result.requests
     ]
-    show(generation.to_json(result, texts), as_json, lambda: _print_generation(result, texts))
+    show(generation.to_json(result, texts), as_json, lambda: _print_generation(result, texts, quiet))
 
 
-def _tokenizer(package: Path) -> Tokenizer | None:
-    from runtime.text import open_tokenizer
+def _tokenizer(package: Path, quiet: bool) -> Tokenizer | None:
+    """None for a package without a usable one: token ids work all the same, and text is then null."""
+    from runtime.text import Tokenizer
 
-    return open_tokenizer(package)
+    if not (package / "tokenizer.json").is_file():
+        return None
+    try:
+        return Tokenizer(package)
+    except Refused as refusal:
+        warn([f"no text: {refusal}"], quiet)
+        return None
 
 
 def _asks(
@@ -270,17 +296,17 @@ def _asks(
 
 
 def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise Refused(
-            "--token-ids", expected="integers separated by commas", found=text[:60], remedy="mend it"
-        ) from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise Refused("--token-ids", expected="integers separated by commas", found=text, remedy="mend it")
+    return [int(part[:20]) for part in parts]
 
 
-def _print_generation(result: Generation, texts: list[str | None]) -> None:
+def _print_generation(result: Generation, texts: list[str | None], quiet: bool) -> None:
     for request, text in zip(result.requests, texts, strict=True):
         click.echo(text if text is not None else ",".join(map(str, request.token_ids)))
+    if quiet:
+        return
     stats = result.stats
     drafts = (
         f"{stats.draft_tokens_accepted}/{stats.draft_tokens_evaluated} drafts accepted"

@@ -23,6 +23,9 @@ from builder.errors import MachineError, Refused
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_JSON_BYTES = 1 << 28
+MAX_SIZE = 1 << 63
+"""Largest number a header may hold as a size or an offset."""
 
 NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -134,10 +137,13 @@ class Checkpoint(Mapping[str, TensorRef]):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise Refused(path, expected=f"at most {MAX_JSON_BYTES} bytes", found=size, remedy="check the file")
     try:
         document = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Refused(path, expected="JSON in UTF-8", found=str(error), remedy="fetch the file again") from None
+        raise Refused(path, expected="JSON in UTF-8", found=error, remedy="fetch the file again") from None
     if not isinstance(document, dict):
         raise Refused(path, expected="a JSON object", found=type(document).__name__, remedy="fetch the file again")
     return document
@@ -147,7 +153,7 @@ def _read_tensors(folder: Path) -> dict[str, TensorRef]:
     index = folder / INDEX_NAME
     if index.is_file():
         return _indexed_tensors(folder, index)
-    shards = sorted(path for path in folder.glob("*.safetensors"))
+    shards = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if len(shards) != 1:
         raise Refused(
             folder,
@@ -210,7 +216,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw.decode("utf-8"))
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise Refused(path, expected="a JSON header", found=str(error), remedy="fetch the file again") from None
     if not isinstance(header, dict):
@@ -222,6 +228,16 @@ def read_header(path: Path) -> dict[str, TensorRef]:
     refs = {name: _tensor_ref(path, name, entry, start, size) for name, entry in header.items()}
     _refuse_overlaps(path, refs)
     return refs
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are distinct and are text: the last of two entries would win unseen."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("the same key twice")
+    for key in entries:
+        key.encode("utf-8")  # a lone surrogate raises, as a ValueError
+    return entries
 
 
 def _tensor_ref(path: Path, name: str, entry: Any, start: int, size: int) -> TensorRef:
@@ -248,7 +264,7 @@ def _tensor_ref(path: Path, name: str, entry: Any, start: int, size: int) -> Ten
 
 
 def _all_naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < MAX_SIZE for v in values)
 
 
 def _refuse_overlaps(path: Path, refs: dict[str, TensorRef]) -> None:

@@ -5,12 +5,15 @@ under `text_config`. Where a key moved between transformers versions (rope_theta
 there is no default: a wrong theta loads silently.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from builder.errors import Refused
 
+MAX_LAYERS = 10_000
+MAX_POSITIONS = 1 << 24
+Size = Annotated[int, Field(gt=0, lt=1 << 31)]
 LayerType = Literal["linear_attention", "full_attention"]
 DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 
@@ -31,21 +34,21 @@ class ModelConfig(_Frozen):
     """Geometry of a Qwen3.5-family text model. Sizes in elements; names are those of config.json."""
 
     model_type: str
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_hidden_layers: int = Field(gt=0, le=MAX_LAYERS)
     layer_types: tuple[LayerType, ...]
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    linear_num_key_heads: int = Field(gt=0)
-    linear_num_value_heads: int = Field(gt=0)
-    linear_key_head_dim: int = Field(gt=0)
-    linear_value_head_dim: int = Field(gt=0)
-    linear_conv_kernel_dim: int = Field(gt=1)
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    linear_num_key_heads: Size
+    linear_num_value_heads: Size
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_conv_kernel_dim: int = Field(gt=1, le=1024)
     rms_norm_eps: float = Field(gt=0)
-    max_position_embeddings: int = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0, le=MAX_POSITIONS)
     mtp_num_hidden_layers: int = 0
     tie_word_embeddings: bool = False
     rope: Rope
@@ -92,8 +95,13 @@ def parse_config(document: dict[str, Any], source: str = "config.json") -> Model
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        found = "nothing" if first["type"] == "missing" else repr(first["input"])
-        raise Refused(f"{source} {key}", expected=first["msg"], found=found, remedy="mend the file") from None
+        missing = first["type"] == "missing"
+        raise Refused(
+            f"{source} {key}",
+            expected="a value" if missing else first["msg"],
+            found="nothing" if missing else repr(first["input"]),
+            remedy="mend the file",
+        ) from None
     _check_geometry(config, source)
     return config
 
@@ -105,6 +113,7 @@ def _refuse_unsupported(text: dict[str, Any], source: str) -> None:
         "attention_bias": (False, None),
         "attn_output_gate": (True, None),
         "output_gate_type": ("swish", "silu", None),
+        "mtp_use_dedicated_embeddings": (False, None),
     }
     for key, allowed in supported.items():
         if text.get(key, allowed[0]) not in allowed:
@@ -118,7 +127,7 @@ def _layer_types(text: dict[str, Any]) -> Any:
         return text["layer_types"]
     interval = text.get("full_attention_interval", 4)
     count = text.get("num_hidden_layers", 0)
-    if not (isinstance(interval, int) and interval > 0 and isinstance(count, int)):
+    if not (isinstance(interval, int) and interval > 0 and isinstance(count, int) and count <= MAX_LAYERS):
         return None
     return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)]
 

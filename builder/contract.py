@@ -24,6 +24,9 @@ LOGITS = "logits"
 HIDDEN_STATES = "hidden_states"
 HEAD_HIDDEN_STATES = "hidden_states_out"
 
+ROTARY_TABLE = "cos_cache"
+"""Initializer whose rows are the positions a graph can rotate."""
+
 PAST_KEY = "past_key_values.{}.key"
 PAST_VALUE = "past_key_values.{}.value"
 PRESENT_KEY = "present.{}.key"

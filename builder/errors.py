@@ -1,5 +1,15 @@
 """What can go wrong, each with the exit code the command line gives it."""
 
+MAX_PART = 300
+"""Characters of an input that an error repeats."""
+
+
+def one_line(part: object) -> str:
+    """Text that came from outside, fit for one line of a terminal: clipped, control characters spelled out."""
+    text = str(part)
+    clipped = text if len(text) <= MAX_PART else f"{text[:MAX_PART]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in clipped)
+
 
 class DraftsmithError(Exception):
     """Base of every error this project raises on purpose; its text is one line for a person."""
@@ -16,7 +26,12 @@ class Refused(DraftsmithError):
     exit_code = 2
 
     def __init__(self, subject: object, *, expected: object, found: object, remedy: str) -> None:
-        super().__init__(f"{subject}: expected {expected}, found {found}; {remedy}")
+        self.subject, self.expected, self.found, self.remedy = subject, expected, found, remedy
+        super().__init__(f"{one_line(subject)}: expected {one_line(expected)}, found {one_line(found)}; {remedy}")
+
+    def within(self, place: str) -> "Refused":
+        """The same refusal, saying where in a longer input its subject stood."""
+        return Refused(f"{place} {self.subject}", expected=self.expected, found=self.found, remedy=self.remedy)
 
 
 class MachineError(DraftsmithError):

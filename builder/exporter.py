@@ -141,8 +141,8 @@ def export(
     options = options or ExportOptions()
     _check_options(options)
     package.refuse_existing(Path(out), options.force)
-    package.refuse_source(Path(src), Path(out))
     checkpoint = Checkpoint(src)
+    package.refuse_source(checkpoint, Path(out))
     source = read_source(checkpoint, options.mtp)
     limits = _limits(options, source.config)
     graphs = {"target": _target_graph(source, limits, options), "mtp": _mtp_graph(source, limits, options)}

@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from builder import contract
 from builder.config import ModelConfig
+from builder.errors import Refused
 from builder.tokens import TokenIds
 
 TARGET_FILE = "model.onnx"
@@ -155,12 +158,32 @@ def _mtp(model: ModelConfig, shared_initializers: Sequence[Mapping[str, Any]]) -
     }
 
 
+class _Sampling(BaseModel):
+    """The settings of generation_config.json that we pass on; what is absent or null takes the default."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    do_sample: bool = False
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(50, ge=0, lt=1 << 31)
+    top_p: float = Field(1.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+
+
 def _search(generation: Mapping[str, Any], context_length: int) -> dict[str, Any]:
     """Search defaults; a checkpoint's own sampling settings where its generation_config.json has them."""
-    defaults: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
-    chosen = {key: generation.get(key) if generation.get(key) is not None else value for key, value in defaults.items()}
+    try:
+        sampling = _Sampling.model_validate({key: value for key, value in generation.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Refused(
+            f"generation_config.json {'.'.join(map(str, first['loc']))}",
+            expected=first["msg"],
+            found=repr(first["input"]),
+            remedy="mend the file",
+        ) from None
     return {
-        **chosen,
+        **sampling.model_dump(),
         "diversity_penalty": 0.0,
         "early_stopping": True,
         "length_penalty": 1.0,
@@ -170,5 +193,4 @@ def _search(generation: Mapping[str, Any], context_length: int) -> dict[str, Any
         "num_beams": 1,
         "num_return_sequences": 1,
         "past_present_share_buffer": True,
-        "repetition_penalty": generation.get("repetition_penalty") or 1.0,
     }

@@ -31,7 +31,7 @@ from builder.weights import Placement, Weight, place
 FILES = {"target": TARGET_FILE, "mtp": MTP_FILE}
 DATA_FILE = "weights.data"
 CONFIG_FILE = reader.CONFIG_FILE
-MAX_TEXT_FILE_BYTES = 1 << 28
+MAX_TEXT_FILE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,39 @@ class Written:
 
 
 def refuse_existing(out: Path, force: bool) -> None:
-    """Raises Refused where `out` is in the way; asked again just before the rename."""
-    if not out.exists() or (force and out.is_dir()):
+    """Raises Refused where `out` is in the way; asked again just before the rename.
+
+    Only an empty folder or a package is ever replaced: --force on a mistyped path must not delete anything else.
+    """
+    try:
+        out.lstat()
+    except FileNotFoundError:
         return
-    remedy = "choose another name" if force else "pass --force to replace it, or choose another name"
-    raise Refused(out, expected="a new folder", found="something there already", remedy=remedy)
+    except OSError as error:
+        raise Refused(out, expected="a usable path", found=error.strerror, remedy="choose another name") from None
+    if force and out.is_dir() and not out.is_symlink() and _is_package_or_empty(out):
+        return
+    remedy = "choose another name" if force else "pass --force to replace a package, or choose another name"
+    found = "something that is not a package" if force else "something there already"
+    raise Refused(out, expected="a new folder", found=found, remedy=remedy)
 
 
-def refuse_source(src: Path, out: Path) -> None:
-    """Raises Refused where replacing `out` would delete the checkpoint that is to be exported."""
-    source, target = src.resolve(), out.resolve()
-    if target == source or target in source.parents:
+def _is_package_or_empty(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    return not names or {CONFIG_FILE, TARGET_FILE} <= names
+
+
+def refuse_source(checkpoint: Checkpoint, out: Path) -> None:
+    """Raises Refused where replacing `out` would delete the checkpoint, or what its links point to."""
+    target = out.resolve()
+    sources = [checkpoint.folder, *checkpoint.files]
+    inside = next((path for path in sources if target in (path.resolve(), *path.resolve().parents)), None)
+    if inside:
         raise Refused(
-            out, expected="a folder apart from the checkpoint", found=f"{src} inside it", remedy="choose another name"
+            out,
+            expected="a folder apart from the checkpoint",
+            found=f"{inside} inside it",
+            remedy="choose another name",
         )
 
 
@@ -72,7 +92,7 @@ def write(
 
     Raises Refused or MachineError, with nothing left behind.
     """
-    out = out.absolute()
+    out = Path(os.path.abspath(out))  # no `..` may stay: it would lead elsewhere once folders are renamed
     with _machine_errors(out), _staging(out) as folder:
         places = _write_weights(folder, graphs, progress)
         for name, graph in graphs.items():
@@ -81,11 +101,14 @@ def write(
         _copy_text_files(checkpoint, folder)
         shared = _shared_initializers(graphs, places)
         config = describe(shared)
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        (folder / CONFIG_FILE).write_text(
+            json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8"
+        )
         reader.read(folder)
         _flush(folder)
         refuse_existing(out, force)
         _publish(folder, out)
+        _sync(out.parent)
     total = sum(placement.length for placement in places.values())
     return Written(total, sum(int(entry["length"]) for entry in shared))
 
@@ -104,13 +127,18 @@ def _machine_errors(out: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _staging(out: Path) -> Iterator[Path]:
     """A folder beside `out`, gone afterwards unless it was renamed."""
+    made = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".partial-{out.name}-", dir=out.parent))
+    folder = Path(tempfile.mkdtemp(prefix=f".partial-{out.name[:100]}-", dir=out.parent))
     folder.chmod(0o755)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if not out.exists():
+            for parent in made:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
 
 
 def _write_weights(folder: Path, graphs: Mapping[str, Graph], progress: Progress) -> dict[object, Placement]:
@@ -148,11 +176,15 @@ def _shared_initializers(graphs: Mapping[str, Graph], places: Mapping[object, Pl
 
 
 def _copy_text_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """The allow-listed files, as they are. A link may lead to the checkpoint's own cache, nowhere else."""
     for name in TEXT_FILES:
         source = checkpoint.folder / name
         if not source.is_file():
             continue
-        if source.stat().st_size > MAX_TEXT_FILE_BYTES:
+        _refuse_stray_link(source)
+        if name.endswith(".json"):
+            checkpoint.json(name)  # refuses what is not JSON, or is too large
+        elif source.stat().st_size > MAX_TEXT_FILE_BYTES:
             raise Refused(
                 source,
                 expected=f"at most {MAX_TEXT_FILE_BYTES} bytes",
@@ -162,13 +194,31 @@ def _copy_text_files(checkpoint: Checkpoint, folder: Path) -> None:
         (folder / name).write_bytes(source.read_bytes())
 
 
+def _refuse_stray_link(source: Path) -> None:
+    """Hub caches link snapshots/REVISION/FILE to ../../blobs/DIGEST; a link elsewhere could carry a secret out."""
+    real, home = source.resolve(), source.parent.resolve()
+    if home not in real.parents and home.parent.parent / "blobs" not in real.parents:
+        raise Refused(
+            source,
+            expected="a file of the checkpoint",
+            found=f"a link to {real}",
+            remedy="replace it by the file itself",
+        )
+
+
 def _flush(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    """A file or a folder; a rename lasts only once the folder it happened in is flushed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _publish(folder: Path, out: Path) -> None:
@@ -176,7 +226,7 @@ def _publish(folder: Path, out: Path) -> None:
     if not out.exists():
         folder.rename(out)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".partial-{out.name}-old-", dir=out.parent))
+    aside = Path(tempfile.mkdtemp(prefix=f".partial-{out.name[:100]}-old-", dir=out.parent))
     old = aside / out.name
     try:
         out.rename(old)

@@ -11,18 +11,29 @@ import onnx
 
 from builder import contract
 from builder.contract import IoSpec, TensorSpec
-from builder.errors import Refused
+from builder.errors import MachineError, Refused
 
 CONFIG_FILE = "genai_config.json"
 RE_EXPORT = "export the package again"
 
 
 @dataclass(frozen=True)
+class DataRange:
+    """Where an initializer's bytes end in a data file of the package."""
+
+    tensor: str
+    file: str
+    end: int
+
+
+@dataclass(frozen=True)
 class GraphFile:
-    """An .onnx file and its interface."""
+    """An .onnx file, its interface, the data it refers to, and the positions its rotary tables cover."""
 
     path: Path
     io: IoSpec
+    data: tuple[DataRange, ...] = ()
+    positions: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,12 +56,15 @@ class Package:
 
 
 def read(folder: str | Path) -> Package:
-    """Raises Refused where a file is missing or configuration and graphs contradict each other."""
+    """Raises Refused where a file is missing or the package contradicts itself, MachineError where it is unreadable."""
     folder = Path(folder)
-    config = _config(folder)
     try:
+        config = _config(folder)
         package = _package(folder, config)
         _check_names(config, package)
+        _check_consistent(package)
+        for graph in filter(None, (package.target, package.mtp)):
+            _check_data(graph)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Refused(
             folder / CONFIG_FILE,
@@ -58,6 +72,8 @@ def read(folder: str | Path) -> Package:
             found=f"{type(error).__name__} {error}",
             remedy=RE_EXPORT,
         ) from None
+    except OSError as error:
+        raise MachineError(f"{error.filename or folder}: {error.strerror or error}; it cannot be read") from error
     return package
 
 
@@ -68,7 +84,7 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Refused(path, expected="JSON in UTF-8", found=str(error), remedy=RE_EXPORT) from None
+        raise Refused(path, expected="JSON in UTF-8", found=error, remedy=RE_EXPORT) from None
     if not isinstance(document, dict):
         raise Refused(path, expected="a JSON object", found=type(document).__name__, remedy=RE_EXPORT)
     return document
@@ -81,21 +97,39 @@ def _package(folder: Path, config: dict[str, Any]) -> Package:
     recurrent = groups.get("fixed_recurrent", {})
     batching = config["engine"]["dynamic_batching"]
     eos = model.get("eos_token_id", [])
+    vocab_size = _integer("vocab_size", model["vocab_size"], 1)
     return Package(
         folder=folder,
         target=_graph_file(folder, decoder["filename"]),
         mtp=_graph_file(folder, mtp["filename"]) if mtp else None,
-        full_layers=tuple(groups.get("paged_kv", {}).get("layer_ids", ())),
-        linear_layers=tuple(recurrent.get("layer_ids", ())),
-        linear_num_key_heads=int(recurrent.get("state_update", {}).get("key_head_count", 0)),
-        capacity=int(decoder["state_update_capacity"]),
-        vocab_size=int(model["vocab_size"]),
-        context_length=int(model["context_length"]),
-        block_size=int(batching["block_size"]),
-        max_batch_size=int(batching["max_batch_size"]),
-        max_draft_tokens=int(config.get("speculative", {}).get("max_draft_tokens", 0)),
-        eos_token_ids=tuple(eos if isinstance(eos, list) else [eos]),
+        full_layers=_layers("paged_kv", groups.get("paged_kv", {}).get("layer_ids", [])),
+        linear_layers=_layers("fixed_recurrent", recurrent.get("layer_ids", [])),
+        linear_num_key_heads=_integer("key_head_count", recurrent.get("state_update", {}).get("key_head_count", 0)),
+        capacity=_integer("state_update_capacity", decoder["state_update_capacity"]),
+        vocab_size=vocab_size,
+        context_length=_integer("context_length", model["context_length"], 1),
+        block_size=_integer("block_size", batching["block_size"], 1),
+        max_batch_size=_integer("max_batch_size", batching["max_batch_size"], 1),
+        max_draft_tokens=_integer("max_draft_tokens", config.get("speculative", {}).get("max_draft_tokens", 0)),
+        eos_token_ids=tuple(
+            _integer("eos_token_id", token, 0, vocab_size) for token in (eos if isinstance(eos, list) else [eos])
+        ),
     )
+
+
+def _integer(key: str, value: Any, least: int = 0, below: int = 1 << 31) -> int:
+    if type(value) is not int or not least <= value < below:
+        raise Refused(
+            f"{CONFIG_FILE} {key}", expected=f"an integer from {least} to {below - 1}", found=value, remedy=RE_EXPORT
+        )
+    return value
+
+
+def _layers(kind: str, ids: Any) -> tuple[int, ...]:
+    layers = tuple(_integer(f"{kind} layer_ids", layer) for layer in ids)
+    if len(set(layers)) < len(layers):
+        raise Refused(f"{CONFIG_FILE} {kind} layer_ids", expected="distinct ids", found=layers, remedy=RE_EXPORT)
+    return layers
 
 
 def _graph_file(folder: Path, name: str) -> GraphFile:
@@ -104,9 +138,38 @@ def _graph_file(folder: Path, name: str) -> GraphFile:
         raise Refused(path, expected="a graph file inside the package", found="none", remedy=RE_EXPORT)
     try:
         graph = onnx.load(path, load_external_data=False).graph
+    except OSError:
+        raise
     except Exception as error:  # protobuf raises its own, undocumented, types
-        raise Refused(path, expected="an ONNX model", found=str(error)[:80], remedy=RE_EXPORT) from None
-    return GraphFile(path, IoSpec(tuple(map(_spec, graph.input)), tuple(map(_spec, graph.output))))
+        raise Refused(path, expected="an ONNX model", found=error, remedy=RE_EXPORT) from None
+    external = [tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    return GraphFile(
+        path,
+        IoSpec(tuple(map(_spec, graph.input)), tuple(map(_spec, graph.output))),
+        tuple(map(_data_range, external)),
+        next((tensor.dims[0] for tensor in external if tensor.name == contract.ROTARY_TABLE), 0),
+    )
+
+
+def _data_range(tensor: onnx.TensorProto) -> DataRange:
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    return DataRange(tensor.name, place["location"], int(place.get("offset", 0)) + int(place["length"]))
+
+
+def _check_data(graph: GraphFile) -> None:
+    """Every external initializer's bytes lie inside a file of the package."""
+    folder = graph.path.parent
+    sizes = {name: _size(folder, name) for name in {place.file for place in graph.data}}
+    for place in graph.data:
+        if sizes[place.file] < place.end:
+            found = f"{sizes[place.file]} bytes" if sizes[place.file] >= 0 else "no such file in the package"
+            expected = f"at least {place.end} bytes, for {place.tensor} of {graph.path.name}"
+            raise Refused(folder / place.file, expected=expected, found=found, remedy=RE_EXPORT)
+
+
+def _size(folder: Path, name: str) -> int:
+    path = folder / name
+    return path.stat().st_size if Path(name).name == name and path.is_file() else -1
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
@@ -146,3 +209,51 @@ def _check_graph(
                 found="only in the configuration" if odd[0] in named else "only in the graph",
                 remedy=RE_EXPORT,
             )
+
+
+def _check_consistent(package: Package) -> None:
+    """What the configuration promises and what head and target share is what the graphs have."""
+    target = package.target.io
+    hidden = target.output(contract.HIDDEN_STATES).shape[1]
+    facts: list[tuple[str, int | str, GraphFile, int | str]] = [
+        ("vocab_size", package.vocab_size, package.target, target.output(contract.LOGITS).shape[1])
+    ]
+    if package.mtp:
+        head = package.mtp.io
+        facts += [
+            ("vocab_size", package.vocab_size, package.mtp, head.output(contract.LOGITS).shape[1]),
+            ("hidden_states", hidden, package.mtp, head.input(contract.HIDDEN_STATES).shape[1]),
+        ]
+    if package.capacity and package.linear_layers:
+        facts += _capture_facts(package)
+    for graph in filter(None, (package.target, package.mtp)):
+        if graph.positions and package.context_length > graph.positions:
+            raise Refused(
+                f"{CONFIG_FILE} context_length",
+                expected=f"at most {graph.positions}, the positions of {graph.path.name}",
+                found=package.context_length,
+                remedy=RE_EXPORT,
+            )
+    for key, promised, graph, found in facts:
+        if promised != found:
+            raise Refused(f"{graph.path.name} {key}", expected=promised, found=found, remedy=RE_EXPORT)
+    if package.max_draft_tokens and package.max_draft_tokens >= package.capacity:
+        raise Refused(
+            f"{CONFIG_FILE} max_draft_tokens",
+            expected=f"less than state_update_capacity {package.capacity}",
+            found=package.max_draft_tokens,
+            remedy=RE_EXPORT,
+        )
+
+
+def _capture_facts(package: Package) -> list[tuple[str, int | str, GraphFile, int | str]]:
+    """Capacity and key heads, as the shapes of the captured updates tell them."""
+    io, layer = package.target.io, package.linear_layers[0]
+    heads, value_dim, key_dim = map(int, io.input(contract.PAST_RECURRENT.format(layer)).shape[1:])
+    width = heads + package.linear_num_key_heads * key_dim + heads * value_dim
+    captured = io.output(contract.CONV_UPDATE.format(layer)).shape[1]
+    capsule = io.output(contract.RECURRENT_UPDATE.format(layer)).shape[1]
+    return [
+        ("state_update_capacity", package.capacity, package.target, captured),
+        ("width of a capsule (key_head_count)", package.capacity * width, package.target, capsule),
+    ]

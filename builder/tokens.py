@@ -67,5 +67,7 @@ def _tokenizer_eos(checkpoint: Checkpoint, vocab_size: int) -> list[int]:
     token = (checkpoint.json("tokenizer_config.json") or {}).get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     added = (checkpoint.json("tokenizer.json") or {}).get("added_tokens") or []
+    if not isinstance(added, list):
+        raise Refused("tokenizer.json added_tokens", expected="a list", found=added, remedy="mend the file")
     matches = [entry.get("id") for entry in added if isinstance(entry, dict) and entry.get("content") == content]
     return _ids(matches, "tokenizer.json eos_token", vocab_size)

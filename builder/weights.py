@@ -24,6 +24,8 @@ LARGE_BYTES = 1 << 16
 SMALL_ALIGNMENT = 256
 CHUNK_BYTES = 1 << 24
 FLOAT16_MAX = 65504.0
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOATS = tuple(map(np.dtype, (np.float16, np.float32, ml_dtypes.bfloat16)))
 
 Array = NDArray[Any]
 
@@ -93,6 +95,7 @@ def place(weights: Iterable[Weight], file: BinaryIO, file_name: str, narrowed: s
         file.write(bytes(-file.tell() % alignment))
         offset = file.tell()
         for chunk in _chunks(weight):
+            _refuse_not_finite(weight, chunk)
             if weight.key in narrowed:
                 _refuse_beyond_float16(weight, chunk)
             file.write(chunk.reshape(-1).view(np.uint8).data)
@@ -124,13 +127,26 @@ def _chunks(weight: Weight) -> Iterator[Array]:
             yield np.frombuffer(piece, dtype)
 
 
+def _refuse_not_finite(weight: Weight, values: Array) -> None:
+    """NaN or infinity in a weight turns every token after it into noise without an error."""
+    if values.dtype == E4M3:
+        finite = not ((values.view(np.uint8) & 0x7F) == 0x7F).any()
+    else:
+        finite = values.dtype not in FLOATS or bool(np.isfinite(values).all())
+    if not finite:
+        raise Refused(
+            f"tensor {weight.origin}",
+            expected="finite numbers",
+            found="NaN or infinity",
+            remedy="fetch or quantize it again",
+        )
+
+
 def _refuse_beyond_float16(weight: Weight, values: Array) -> None:
-    if values.dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)) or not values.size:
+    if values.dtype not in FLOATS or not values.size:
         return
     widened = values.astype(np.float32)
     largest = float(max(widened.max(), -widened.min()))
-    if np.isnan(largest):
-        raise Refused(f"tensor {weight.origin}", expected="numbers", found="NaN", remedy="fetch or quantize it again")
     if largest > FLOAT16_MAX:
         raise Refused(
             f"tensor {weight.origin}",

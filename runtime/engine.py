@@ -64,7 +64,7 @@ class Engine:
         prompt = tuple(int(token) for token in token_ids)
         stops = self.package.eos_token_ids if stop_token_ids is None else stop_token_ids
         room = self.package.context_length - len(prompt)
-        request = Request(prompt, min(max_new_tokens, room), draft_tokens, frozenset(stops))
+        request = Request(prompt, min(max_new_tokens, room), draft_tokens, frozenset(stops), self.package.vocab_size)
         if room:
             self._waiting.append(request)
         else:
@@ -123,7 +123,7 @@ class Engine:
             request = self._waiting.popleft()
             request.table = table
             companion = self._running[0].slot if self._running else None
-            request.slot = self.target.states.take(companion) if self.target.states else len(self._running)
+            request.slot = self.target.states.take(companion) if self.target.states else None
             self._running.append(request)
 
     def _retire(self) -> None:

@@ -18,6 +18,7 @@ from builder import contract
 from builder.reader import Package
 
 Array = NDArray[Any]
+MAX_VIEWS = 256
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class FixedStates:
         if side_by_side and all(self._active[slot] == bank for slot in slots):
             key = (len(slots), bank, slots[0])
             if key not in self._views:
+                if len(self._views) >= MAX_VIEWS:
+                    self._views.clear()
                 rows = slice(slots[0], slots[0] + len(slots))
                 states = (self._conv[bank, :, rows], self._recurrent[bank, :, rows])
                 nexts = (self._conv[1 - bank, :, rows], self._recurrent[1 - bank, :, rows])

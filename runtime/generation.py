@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from builder.errors import Refused
 from builder.progress import Progress, silent
@@ -31,17 +31,18 @@ class Line(BaseModel):
     prompt: str | None = None
     max_new_tokens: int | None = None
     draft_tokens: int | None = None
-    arrive_at_step: int = 0
+    arrive_at_step: int = Field(0, ge=0)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A generation that is wanted: prompt tokens, limits, and the engine step at which it joins."""
+    """A generation that is wanted: prompt tokens, limits, the engine step at which it joins, and where it was asked."""
 
     token_ids: tuple[int, ...]
     max_new_tokens: int
     draft_tokens: int
     arrive_at_step: int = 0
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Generation:
 def read_asks(path: Path, max_new_tokens: int, draft_tokens: int, encode: Encode) -> list[Ask]:
     """Reads JSON lines; a line's own limits win over the defaults. Raises Refused naming the line."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")  # splitlines() would also split inside a JSON string
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(path, expected="JSON lines in UTF-8", found=str(error), remedy="check --requests") from None
     asks = [
@@ -90,6 +91,7 @@ def _ask(where: str, text: str, max_new_tokens: int, draft_tokens: int, encode: 
         max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
         draft_tokens if line.draft_tokens is None else line.draft_tokens,
         line.arrive_at_step,
+        where,
     )
 
 
@@ -112,13 +114,18 @@ def generate(
     """Runs every request to its end. Raises Refused before the first step for one that can never be served."""
     engine = Engine(package, options)
     for ask in asks:
-        engine.check(ask.token_ids, ask.max_new_tokens, ask.draft_tokens)
+        try:
+            engine.check(ask.token_ids, ask.max_new_tokens, ask.draft_tokens)
+        except Refused as refusal:
+            raise (refusal.within(f"{ask.place}:") if ask.place else refusal) from None
     pending = sorted(range(len(asks)), key=lambda index: asks[index].arrive_at_step)
     requests: dict[int, Request] = {}
     total = sum(ask.max_new_tokens for ask in asks)
     started = time.perf_counter()
     step = 0
     while pending or engine.has_work:
+        if not engine.has_work:
+            step = max(step, asks[pending[0]].arrive_at_step)  # nobody is there: the steps until then are empty
         while pending and asks[pending[0]].arrive_at_step <= step:
             index = pending.pop(0)
             ask = asks[index]

@@ -83,25 +83,16 @@ class MtpProposer:
 
     def prime(self, requests: Sequence[Request], stats: Stats) -> None:
         """Feeds prompt rows whose next token is known from the prompt; the last row of a prompt is held for stage 0."""
-        rows = [row for request in requests if request.unread_hidden and (row := self._prompt_rows(request))]
+        fed = [(request, len(request.prompt) - 1 - request.head_length) for request in requests]
+        rows = [unread_rows(request, limit) for request, limit in fed if request.unread_hidden and limit > 0]
         if rows:
             self._feed(rows, stats)
-
-    def _prompt_rows(self, request: Request) -> HeadRows | None:
-        hidden = request.take_unread_hidden()
-        start = request.head_length
-        feedable = min(len(hidden), len(request.prompt) - 1 - start)
-        if feedable < len(hidden):
-            request.unread_hidden.append(hidden[feedable:])
-        if not feedable:
-            return None
-        return HeadRows(request, request.known(start + 1, start + 1 + feedable), hidden[:feedable], start)
 
     def _feed(self, rows: Sequence[HeadRows], stats: Stats) -> Prepared:
         prepared = self.run([row.segment for row in rows], [row.hidden for row in rows])
         stats.draft_forward_passes += 1
-        for row in rows:
-            row.request.head_length += len(row.token_ids)
+        for row in rows:  # only now: after a failure the same rows are fed again
+            row.request.mark_read(len(row.token_ids))
         return prepared
 
     def draft(self, plans: Sequence[RowPlan], stats: Stats) -> dict[Request, list[int]]:
@@ -135,8 +126,8 @@ def chained(request: Request, draft: int, stage: int) -> Segment:
     return Segment([draft], request.head_length + stage - 1, table_of(request).blocks)
 
 
-def unread_rows(request: Request) -> HeadRows:
-    """The rows behind head_length: hidden states the target has committed, with the token after each."""
-    hidden = request.take_unread_hidden()
+def unread_rows(request: Request, limit: int | None = None) -> HeadRows:
+    """At most `limit` rows behind head_length: hidden states the target has committed, with the token after each."""
+    hidden = request.unread()[:limit]
     start = request.head_length
     return HeadRows(request, request.known(start + 1, start + 1 + len(hidden)), hidden, start)

@@ -6,6 +6,8 @@ in the arrays. Keys and layouts are those of the reference files (docs of `build
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from builder.errors import MachineError, Refused
+from builder.reader import Package
 from runtime.engine import Engine
 from runtime.generation import Ask
 from runtime.limits import EngineOptions
@@ -65,24 +68,47 @@ def dump(
     return result
 
 
-def write(path: Path, package: LoadedPackage, asks: Sequence[Ask], options: EngineOptions) -> None:
-    """Writes dump() of the one request asked for as an .npz file. Raises Refused for several, MachineError on I/O."""
+def check_target(path: Path, package: Package, asks: Sequence[Ask]) -> None:
+    """Raises Refused where write() could not make the dump: nothing but a plain file is ever replaced."""
     if len(asks) != 1:
         raise Refused("--dump", expected="one request", found=len(asks), remedy="dump one prompt at a time")
+    try:
+        replaceable = not path.exists() or path.is_file()
+    except OSError as error:
+        raise Refused("--dump", expected="a usable path", found=error.strerror, remedy="choose another name") from None
+    if not path.name or path.is_symlink() or not replaceable:
+        raise Refused("--dump", expected="the name of a file", found=path, remedy="choose another name")
+    if not path.parent.is_dir():
+        raise Refused("--dump", expected="a file in a folder that exists", found=path, remedy="make the folder first")
+    room = package.context_length - len(asks[0].token_ids)
+    if room < asks[0].draft_tokens + 2:
+        raise Refused(
+            "--dump",
+            expected=f"room for {asks[0].draft_tokens + 2} tokens behind the prompt",
+            found=room,
+            remedy="shorten the prompt",
+        )
+
+
+def write(path: Path, package: LoadedPackage, asks: Sequence[Ask], options: EngineOptions) -> None:
+    """Writes dump() of the one request asked for as an .npz file. Raises Refused, or MachineError on I/O."""
+    check_target(path, package.package, asks)
     arrays = dump(package, asks[0].token_ids, asks[0].draft_tokens, options)
-    partial = path.with_name(f".partial-{path.name}")
+    partial = path.with_name(f".partial-{os.getpid()}-dump")
     try:
         with partial.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise MachineError(f"{path}: {error.strerror or error}; nothing was dumped") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _head_arrays(rows: list[Row], length: int, draft_tokens: int) -> dict[str, NDArray[Any]]:
     if [row.position for row in rows[:length]] != list(range(length)):
-        raise MachineError("the MTP head was not fed every row of the prompt: its context is too short for a dump")
+        raise AssertionError("the MTP head was not fed every row of the prompt")
     result: dict[str, NDArray[Any]] = {"mtp_logits": np.stack([row.logits for row in rows[:length]])}
     chain = [row.logits for row in rows[length - 1 : length - 1 + draft_tokens]]
     if draft_tokens:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from builder.errors import Refused
 from runtime.blocks import BlockTable
 from runtime.telemetry import DraftCounts
 
@@ -25,6 +26,7 @@ class Request:
     max_new_tokens: int
     draft_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    vocab_size: int = 1 << 31
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     counts: DraftCounts = field(default_factory=DraftCounts)
@@ -36,7 +38,10 @@ class Request:
     proposed: tuple[int, ...] | None = None
 
     def propose(self, token_ids: Sequence[int]) -> None:
-        """Drafts of the caller's own for the next decode step, in place of the head's."""
+        """Drafts of the caller's own for the next decode step, instead of the head's. Raises Refused for non-tokens."""
+        bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            raise Refused("proposal", expected=f"token ids below {self.vocab_size}", found=bad, remedy="propose tokens")
         self.proposed = tuple(token_ids)
 
     def cancel(self) -> None:
@@ -69,11 +74,17 @@ class Request:
             return self.token_ids[start - split : end - split]
         return [*self.prompt[start : min(end, split)], *self.token_ids[: max(0, end - split)]]
 
-    def take_unread_hidden(self) -> NDArray[np.float32]:
+    def unread(self) -> NDArray[np.float32]:
         """Target hidden rows [n, hidden] that the head has not seen, in order."""
-        rows = self.unread_hidden[0] if len(self.unread_hidden) == 1 else np.concatenate(self.unread_hidden)
-        self.unread_hidden = []
-        return rows
+        if len(self.unread_hidden) > 1:
+            self.unread_hidden = [np.concatenate(self.unread_hidden)]
+        return self.unread_hidden[0]
+
+    def mark_read(self, count: int) -> None:
+        """The head has taken the first `count` unread rows into its cache."""
+        rest = self.unread()[count:]
+        self.unread_hidden = [rest] if len(rest) else []
+        self.head_length += count
 
 
 def table_of(request: Request) -> BlockTable:

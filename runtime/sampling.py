@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
+
+from builder.errors import DraftsmithError
 
 
 def greedy(logits: NDArray[Any]) -> list[int]:
-    """The best token of each row of logits [rows, vocab]; the lowest id on a tie."""
-    chosen: list[int] = logits.argmax(axis=-1).tolist()
+    """The best token of each row of logits [rows, vocab]; the lowest id on a tie. Raises DraftsmithError for NaN."""
+    best = logits.argmax(axis=-1)
+    if np.isnan(logits[np.arange(len(logits)), best]).any():
+        raise DraftsmithError("the logits are not numbers: the weights of this package are damaged; export it again")
+    chosen: list[int] = best.tolist()
     return chosen
 
 

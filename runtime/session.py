@@ -12,13 +12,18 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from builder.contract import TensorSpec
-from builder.errors import MachineError
+from builder.errors import MachineError, Refused, one_line
 from builder.reader import GraphFile
 from runtime.lowering import Edit, lower
 
 Array = NDArray[Any]
 ExecutionProvider = Literal["auto", "cpu", "cuda"]
 
+ORT_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    *(kind for kind in vars(ort_state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+)
+"""Everything ONNX Runtime raises; its exceptions have no common base of their own."""
 CPU_PROVIDER = "CPUExecutionProvider"
 NUMPY_TYPES: Mapping[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float32),  # widened on the CPU
@@ -54,9 +59,11 @@ class Session:
     def __init__(self, graph: GraphFile, ep: ExecutionProvider = "auto", edit: Edit | None = None) -> None:
         if ep == "cuda":
             raise MachineError("--ep cuda: this version runs packages on the CPU only; use --ep cpu")
+        if not str(graph.path).isascii() and "\udc80" <= max(str(graph.path)) <= "\udcff":
+            raise Refused(graph.path, expected="a path in UTF-8", found="other bytes", remedy="rename the folder")
         self.io = graph.io
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # its own lines would come beside ours, in colour
         # Target and head take turns: threads that spin after a run would take the other session's cores.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry(
@@ -66,8 +73,10 @@ class Session:
             self._session = ort.InferenceSession(
                 lower(graph.path, has_cpu_kernel, edit), options, providers=[CPU_PROVIDER]
             )
-        except (ort_state.Fail, ort_state.NotImplemented, ort_state.InvalidGraph, ort_state.RuntimeException) as error:
-            raise MachineError(f"{graph.path}: ONNX Runtime {ort.__version__} cannot load it: {error}") from error
+        except ORT_ERRORS as error:
+            raise MachineError(
+                f"{graph.path}: ONNX Runtime {ort.__version__} cannot load it: {one_line(error)}"
+            ) from error
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> BoundRun:
         """Every array must be C-contiguous; an array may be both input and output, which updates it in place."""
@@ -97,5 +106,5 @@ class BoundRun:
     def run(self) -> None:
         try:
             self._session.run_with_iobinding(self._binding)
-        except (ort_state.Fail, ort_state.RuntimeException, ort_state.InvalidArgument) as error:
-            raise MachineError(f"ONNX Runtime failed in the middle of a run: {error}") from error
+        except ORT_ERRORS as error:
+            raise MachineError(f"ONNX Runtime failed in the middle of a run: {one_line(error)}") from error

@@ -27,16 +27,16 @@ class Tokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        except (ValueError, OSError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever a damaged file makes of the tokenizer library
             raise Refused(
                 folder / "tokenizer.json",
                 expected="a tokenizer transformers can load",
-                found=str(error)[:120],
+                found=error,
                 remedy="use --token-ids",
             ) from None
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text)
+        ids: list[int] = self._tokenizer.encode(_valid(text))
         return ids
 
     def encode_chat(self, text: str) -> list[int]:
@@ -45,8 +45,13 @@ class Tokenizer:
             raise Refused(
                 "chat template", expected="chat_template.jinja in the package", found="none", remedy="use --prompt"
             )
-        messages = [{"role": "user", "content": text}]
-        prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": _valid(text)}]
+        try:
+            prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may raise anything, on purpose or not
+            raise Refused(
+                "chat template", expected="one that renders a user message", found=error, remedy="use --prompt"
+            ) from None
         ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False)
         return ids
 
@@ -57,6 +62,9 @@ class Tokenizer:
         return text
 
 
-def open_tokenizer(folder: Path) -> Tokenizer | None:
-    """None for a package without a tokenizer: token ids still work, text is then null."""
-    return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+def _valid(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Refused("prompt", expected="text in UTF-8", found=ascii(text), remedy="check the encoding") from None
+    return text

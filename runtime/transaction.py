@@ -23,10 +23,10 @@ class Transaction:
         self._states = states
         self._committed = False
         self._head_before = {row.request: (row.request.head_length, list(row.request.unread_hidden)) for row in plan}
+        self.view: StateView | None = states.view([slot_of(row.request) for row in plan]) if states else None
         self._blocks_before = {
             row.request: table_of(row.request).grow(row.request.num_cached + row.length) for row in plan
         }
-        self.view: StateView | None = states.view([slot_of(row.request) for row in plan]) if states else None
 
     def __enter__(self) -> Transaction:
         return self

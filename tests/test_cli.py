@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_an_existing_package_needs_force(tmp_path: Path) -> None:
     out = tmp_path / "package"
     succeed("export", TRAINED, out)
     (out / "mine").write_text("keep me")
-    assert "pass --force to replace it" in refuse(2, "export", TRAINED, out)
+    assert "pass --force to replace a package" in refuse(2, "export", TRAINED, out)
     assert (out / "mine").exists()
     succeed("export", TRAINED, out, "--force")
     assert not (out / "mine").exists()
@@ -258,7 +259,8 @@ def test_requests_file(package: Path, tmp_path: Path, answers: Mapping[str, Any]
         ('{"token_ids": ["1"]}', "token_ids.0"),
         ('{"token_ids": [99999]}', "token ids below 2048, found 99999"),
         ('{"token_ids": [1], "draft_tokens": 4}', "--draft-tokens: expected 0 to 3"),
-        ('{"token_ids": [1], "max_new_tokens": 0}', "--max-new-tokens: expected 1 or more"),
+        ('{"token_ids": [1], "max_new_tokens": 0}', "line 1: --max-new-tokens: expected 1 or more"),
+        ('{"token_ids": [1], "arrive_at_step": -1}', "line 1 arrive_at_step"),
         ("", "at least one request"),
     ],
 )
@@ -292,6 +294,127 @@ def test_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
     assert "mtp.onnx" in refuse(2, "inspect", tmp_path / "package")
 
 
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_missing_weights_are_named(package: Path, tmp_path: Path, damage: str) -> None:
+    shutil.copytree(package, tmp_path / "package")
+    data = tmp_path / "package" / "weights.data"
+    size = data.stat().st_size
+    if damage == "missing":
+        data.unlink()
+    else:
+        os.truncate(data, size - 1)
+    for command in (["inspect"], ["run", "--token-ids", "1"]):
+        line = refuse(2, command[0], tmp_path / "package", *command[1:])
+        assert "weights.data: expected at least" in line
+        assert ("no such file" if damage == "missing" else f"found {size - 1} bytes") in line
+
+
+def test_weights_that_are_no_numbers_fail(package: Path, tmp_path: Path) -> None:
+    shutil.copytree(package, tmp_path / "package")
+    data = tmp_path / "package" / "weights.data"
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    assert "the logits are not numbers" in refuse(1, "run", tmp_path / "package", "--token-ids", "1")
+
+
+def test_graphs_of_different_models_are_refused(package: Path, tmp_path: Path) -> None:
+    shutil.copytree(package, tmp_path / "package")
+    succeed("export", CHECKPOINTS / "mo_nvfp4_dense_text", tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "mtp.onnx", tmp_path / "package")
+    assert "mtp.onnx vocab_size: expected 2048, found 512" in refuse(2, "inspect", tmp_path / "package")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("model.vocab_size", 0, "vocab_size: expected an integer from 1"),
+        ("model.vocab_size", 9999, "model.onnx vocab_size: expected 9999, found 2048"),
+        ("model.context_length", 5000, "context_length: expected at most 4096, the positions of model.onnx"),
+        ("model.eos_token_id", {}, "eos_token_id: expected an integer"),
+        ("model.eos_token_id", [-1], "eos_token_id: expected an integer from 0 to 2047, found -1"),
+        ("model.decoder.state_update_capacity", 2, "state_update_capacity: expected 2, found 4"),
+        ("model.decoder.state_update_capacity", 1.5, "state_update_capacity: expected an integer"),
+        ("model.decoder.state_groups.2.state_update.key_head_count", 3, "key_head_count"),
+        ("model.decoder.state_groups.0.layer_ids", [3, 7, 7], "layer_ids: expected distinct ids"),
+        ("engine.dynamic_batching.block_size", True, "block_size: expected an integer"),
+        ("speculative.max_draft_tokens", 7, "max_draft_tokens: expected less than state_update_capacity 4, found 7"),
+    ],
+)
+def test_edited_numbers_are_refused(package: Path, tmp_path: Path, path: str, value: Any, words: str) -> None:
+    shutil.copytree(package, tmp_path / "package")
+    file = tmp_path / "package" / "genai_config.json"
+    config = json.loads(file.read_text())
+    *parents, last = path.split(".")
+    place = config
+    for key in parents:
+        place = place[int(key) if key.isdigit() else key]
+    place[last] = value
+    file.write_text(json.dumps(config))
+    assert words in refuse(2, "run", tmp_path / "package", "--token-ids", "1")
+
+
+@pytest.mark.parametrize("content", ["[]", '{"version": 5}', "x"])
+def test_token_ids_do_not_need_the_tokenizer(package: Path, tmp_path: Path, content: str) -> None:
+    shutil.copytree(package, tmp_path / "package")
+    (tmp_path / "package" / "tokenizer.json").write_text(content)
+    result = invoke("run", tmp_path / "package", "--token-ids", "1", "--max-new-tokens", 2, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["requests"][0]["text"] is None
+    assert result.stderr.count("\n") == 1
+    assert "warning: no text" in result.stderr
+    assert invoke("run", tmp_path / "package", "--prompt", "x").exit_code == 2
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% bad", "{{ raise_exception('no') }}"])
+def test_a_bad_chat_template_is_refused(package: Path, tmp_path: Path, template: str) -> None:
+    shutil.copytree(package, tmp_path / "package")
+    (tmp_path / "package" / "chat_template.jinja").write_text(template)
+    assert "chat template: expected one that renders" in refuse(2, "run", tmp_path / "package", "--chat", "x")
+
+
+def test_odd_token_ids_and_text_are_refused(package: Path) -> None:
+    for odd in ("1_0", "\u0661", "", "1,,2", "-1", "0x1"):
+        assert "--token-ids: expected integers" in refuse(2, "run", package, f"--token-ids={odd}")
+    assert "token ids below 2048" in refuse(2, "run", package, "--token-ids", "9" * 40)
+    assert "expected text in UTF-8" in refuse(2, "run", package, "--prompt", "\udcff")
+    assert "at least one token" in refuse(2, "run", package, "--prompt", "")
+
+
+def test_a_late_arrival_is_not_waited_for(package: Path, tmp_path: Path, answers: Mapping[str, Any]) -> None:
+    """Steps in which nobody is there are skipped, and a separator that JSON allows in text ends no line."""
+    path = tmp_path / "requests.jsonl"
+    line = {"token_ids": answers["prompt_0"].tolist(), "max_new_tokens": 3, "arrive_at_step": 10**12}
+    path.write_text(json.dumps(line) + "\n" + json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\r\n", "utf-8")
+    found = succeed("run", package, "--requests", path, "--max-new-tokens", 2)
+    assert found["requests"][0]["token_ids"] == answers["greedy_0"].tolist()[:3]
+    assert len(found["requests"][1]["token_ids"]) == 2
+
+
+def test_quiet_is_quiet(package: Path) -> None:
+    assert invoke("run", package, "--token-ids", "1", "--max-new-tokens", 1, "-q").stderr == ""
+
+
+def test_a_full_stdout_is_the_machines_fault() -> None:
+    command = [Path(sys.executable).with_name("build-model"), "inspect", TRAINED, "--json"]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 3
+    assert result.stderr == "build-model: stdout: No space left on device; the result could not be written\n"
+
+
+def test_a_terminated_export_leaves_nothing(tmp_path: Path) -> None:
+    """A stop signal in the middle of writing takes the half-written package with it."""
+    code = (
+        "import os, signal, sys, cli\nfrom builder import package\n"
+        "package.reader.read = lambda folder: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "cli.main(sys.argv[1:])"
+    )
+    arguments = [sys.executable, "-c", code, "export", str(TRAINED), str(tmp_path / "out")]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert result.returncode == 128 + 15
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_dump(package: Path, tmp_path: Path, answers: Mapping[str, Any]) -> None:
     path = tmp_path / "dump.npz"
     arguments = ["--token-ids", ids(answers["prompt_1"]), "--draft-tokens", 3, "--max-new-tokens", 1, "--dump", path]
@@ -315,8 +438,32 @@ def test_dump_is_of_one_request(package: Path, tmp_path: Path) -> None:
     requests = tmp_path / "requests.jsonl"
     requests.write_text('{"token_ids": [1]}\n{"token_ids": [2]}\n')
     assert "--dump: expected one request" in refuse(2, "run", package, "--requests", requests, "--dump", tmp_path / "x")
-    line = refuse(3, "run", package, "--token-ids", "1", "--dump", tmp_path / "absent" / "x.npz")
-    assert "nothing was dumped" in line
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("absent/x.npz", "expected a file in a folder that exists"),
+        ("file/x.npz", "a file in a folder that exists"),
+        (".", "expected the name of a file"),
+        ("folder", "expected the name of a file"),
+        ("link", "expected the name of a file"),
+        ("x" * 300, "expected a usable path, found File name too long"),
+    ],
+)
+def test_dump_replaces_nothing_but_files(package: Path, tmp_path: Path, target: str, words: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("file")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert words in refuse(2, "run", package, "--token-ids", "1", "--max-new-tokens", 1, "--dump", tmp_path / target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("length", [4092, 4096])
+def test_dump_needs_room_behind_the_prompt(package: Path, tmp_path: Path, length: int) -> None:
+    arguments = ["--token-ids", ids([5] * length), "--draft-tokens", 3, "--dump", tmp_path / "x"]
+    assert f"room for 5 tokens behind the prompt, found {4096 - length}" in refuse(2, "run", package, *arguments)
 
 
 def test_inspect_checkpoint() -> None:

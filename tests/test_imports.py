@@ -39,10 +39,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "onnxruntime": ("runtime", "tests"),
     "onnxruntime_genai": ("tests",),
-    "torch": ("tests.reference", "fixtures.trained", "benchmarks"),
+    "torch": ("tests.reference", "fixtures.trained", "fixtures.modelopt", "benchmarks"),
     "compressed_tensors": ("tests.reference", "fixtures.trained"),
-    "transformers": ("runtime.text", "tests.reference", "fixtures.trained"),
-    "click": ("cli", "fixtures.trained", "benchmarks", "tests"),
+    "transformers": ("runtime.text", "tests.reference", "fixtures.trained", "fixtures.modelopt"),
+    "modelopt": ("fixtures.modelopt",),
+    "click": ("cli", "fixtures.trained", "fixtures.modelopt", "benchmarks", "tests"),
     "rich": ("cli",),
 }
 

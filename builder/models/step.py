@@ -30,7 +30,7 @@ class Rotary:
         sin = Computed("sin", None, shape, lambda: rotary_tables(config, positions)[1])
         return cls(
             graph.op.Unsqueeze(graph.input(contract.POSITION_IDS), [1]),
-            graph.weight("cos_cache", cos),
+            graph.weight(contract.ROTARY_TABLE, cos),
             graph.weight("sin_cache", sin),
         )
 

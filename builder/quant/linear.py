@@ -14,7 +14,8 @@ from builder.quant import codecs, compressed_tensors, modelopt
 from builder.quant.tensors import Dense, Fp8, Nvfp4, QuantTensor
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
-WEIGHT_NAMES = ("weight", "weight_packed")
+UNSUPPORTED = {"bias", "pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "weight_zero_point"}
+"""Tensors of a module that change what it computes, in ways the graph does not carry."""
 
 
 def read_linear(module: str, tensors: Mapping[str, TensorRef], shape: tuple[int, int]) -> QuantTensor:
@@ -73,13 +74,13 @@ def _check_layout(
             _check(module, packed, ("U8",), [(rows, columns // 2)])
             _check(module, block_scale, ("F8_E4M3",), [(rows, columns // block_size)])
             _check(module, global_scale, ("F32",), [(), (1,)])
-    extra = {"pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "weight_zero_point"} & set(tensors)
+    extra = UNSUPPORTED & set(tensors)
     if extra:
         raise Refused(
             f"tensor {module}.{min(extra)}",
-            expected="weights without input transforms (AWQ, SVD)",
+            expected="weights without biases, zero points or input transforms (AWQ, SVD)",
             found="one",
-            remedy="quantize without it",
+            remedy="this variant is not supported",
         )
 
 

@@ -68,4 +68,12 @@ class ModuleTensors:
         self.linears[module] = quantized
         self.used.update(ref.name for ref in quantized.refs)
         self.used.update(own[leaf].name for leaf in ACTIVATION_SCALES if leaf in own)
+        stray = sorted(ref.name for ref in own.values() if ref.name not in self.used)
+        if stray:
+            raise Refused(
+                f"tensor {stray[0]}",
+                expected=f"no such tensor beside a {quantized.kind} weight",
+                found="one",
+                remedy="this variant is not supported",
+            )
         return quantized

@@ -281,6 +281,7 @@ def test_versions_are_pinned(package_folder: Path) -> None:
         assert {opset.domain: opset.version for opset in model.opset_import} == {"": 21, "com.microsoft": 1}
         assert not model.functions and not model.metadata_props
         assert {node.domain for node in model.graph.node} == {"", "com.microsoft"}
+        assert not any(node.metadata_props for node in model.graph.node)  # paths and line numbers of the exporter
 
 
 def test_graph_files_are_small_and_weights_external(package_folder: Path) -> None:

@@ -23,6 +23,7 @@ from onnxruntime_genai import Config
 
 import builder
 from builder import package
+from builder.checkpoint import MAX_JSON_BYTES
 from builder.errors import MachineError, Refused
 from builder.exporter import ExportOptions
 from fixtures.writer import Tiny
@@ -220,10 +221,81 @@ def test_force_never_deletes_the_checkpoint(tiny: TinyFactory, tmp_path: Path) -
     before = contents(folder)
     link = tmp_path / "link"
     link.symlink_to(folder)
-    for out in (folder, folder.parent, link, folder / ".." / folder.name):
+    for home in (folder, folder.parent):
+        for name in OLD_PACKAGE:  # even where it passes for a package
+            (home / name).touch()
+    for out in (folder, folder.parent, folder / ".." / folder.name):
         with pytest.raises(Refused, match="a folder apart from the checkpoint"):
             builder.export(folder, out, ExportOptions(force=True))
-    assert contents(folder) == before
+    with pytest.raises(Refused, match="not a package"):
+        builder.export(folder, link, ExportOptions(force=True))
+    assert contents(folder) == before | dict.fromkeys(OLD_PACKAGE, b"")
+
+
+def test_force_never_deletes_what_a_checkpoint_links_to(tiny: TinyFactory, tmp_path: Path) -> None:
+    real, links = tiny("modelopt"), tmp_path / "links"
+    links.mkdir()
+    for path in real.iterdir():
+        (links / path.name).symlink_to(path)
+    for name in OLD_PACKAGE:
+        (real / name).touch()
+    before = contents(real)
+    with pytest.raises(Refused, match="a folder apart from the checkpoint"):
+        builder.export(links, real, ExportOptions(force=True))
+    assert contents(real) == before
+
+
+@pytest.mark.parametrize("mistyped", ["folder", ".", "..", "file", "dangling"])
+def test_force_replaces_nothing_but_packages(
+    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistyped: str
+) -> None:
+    """A slip of the hand before --force costs nothing."""
+    checkpoint, home = tiny("modelopt"), tmp_path / "home"
+    (home / "folder").mkdir(parents=True)
+    (home / "folder" / "precious").write_text("kept")
+    (home / "file").write_text("kept")
+    (home / "dangling").symlink_to("nowhere")
+    monkeypatch.chdir(home / "folder")
+    out = mistyped if mistyped.startswith(".") else home / mistyped
+    with pytest.raises(Refused, match="not a package"):
+        builder.export(checkpoint, out, ExportOptions(force=True))
+    assert contents(home) == {"folder/precious": b"kept", "file": b"kept"}
+
+
+def test_dots_in_the_path_are_resolved_before_anything_is_renamed(
+    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, out = tiny("modelopt"), tmp_path / "home" / "out"
+    builder.export(checkpoint, out)
+    (out / "sub").mkdir()
+    monkeypatch.chdir(out / "sub")
+    builder.export(checkpoint, "..", ExportOptions(force=True))
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert not (out / "sub").exists()
+
+
+def test_an_impossible_name_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:
+    checkpoint = tiny("modelopt")
+    (tmp_path / "file").touch()
+    for out in (tmp_path / ("x" * 300), tmp_path / "file" / "sub"):
+        with pytest.raises(Refused, match="expected a usable path"):
+            builder.export(checkpoint, out)
+
+
+def test_parents_made_for_a_failed_export_go_again(tiny: TinyFactory, tmp_path: Path) -> None:
+    checkpoint = tiny("modelopt")
+    (checkpoint / "vocab.json").write_text("garbage")
+    with pytest.raises(Refused, match=r"vocab\.json: expected JSON"):
+        builder.export(checkpoint, tmp_path / "a" / "b" / "out")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_link_out_of_the_checkpoint_is_not_followed(tiny: TinyFactory, tmp_path: Path) -> None:
+    checkpoint = tiny("modelopt")
+    (tmp_path / "secret").write_text("{}")
+    (checkpoint / "special_tokens_map.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(Refused, match=r"special_tokens_map\.json: expected a file of the checkpoint, found a link"):
+        builder.export(checkpoint, tmp_path / "out")
 
 
 # What fails on the way
@@ -306,18 +378,23 @@ def test_a_failure_on_the_way_leaves_things_as_they_were(
     assert_untouched(home, existing)
 
 
+OLD_PACKAGE = ("genai_config.json", "model.onnx")
+"""What makes a folder one that --force may replace."""
+
+
 def home_of(tmp_path: Path, existing: bool) -> Path:
     """A folder that holds an old package or nothing."""
     home = tmp_path / "home"
     home.mkdir()
     if existing:
         (home / "out").mkdir()
-        (home / "out" / "old").write_text("kept")
+        for name in OLD_PACKAGE:
+            (home / "out" / name).write_text("kept")
     return home
 
 
 def assert_untouched(home: Path, existing: bool) -> None:
-    assert contents(home) == ({"out/old": b"kept"} if existing else {})
+    assert contents(home) == ({f"out/{name}": b"kept" for name in OLD_PACKAGE} if existing else {})
     assert [path.name for path in home.iterdir()] == (["out"] if existing else [])
 
 
@@ -405,8 +482,10 @@ builder.export({str(folder)!r}, {str(home / "out")!r})
 
 def test_an_oversized_text_file_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:
     folder = tiny("modelopt")
-    (folder / "vocab.json").touch()
-    os.truncate(folder / "vocab.json", package.MAX_TEXT_FILE_BYTES + 1)  # sparse
-    with pytest.raises(Refused, match=r"vocab\.json: expected at most"):
-        builder.export(folder, tmp_path / "out")
+    for name, limit in (("merges.txt", package.MAX_TEXT_FILE_BYTES), ("vocab.json", MAX_JSON_BYTES)):
+        (folder / name).touch()
+        os.truncate(folder / name, limit + 1)  # sparse
+        with pytest.raises(Refused, match=f"{name}: expected at most"):
+            builder.export(folder, tmp_path / "out")
+        (folder / name).unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

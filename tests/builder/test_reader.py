@@ -21,9 +21,9 @@ Document = dict[str, Any]
 
 @pytest.fixture
 def package(packages: Mapping[str, Path], tmp_path: Path) -> Path:
-    """A copy of the tiny package, without its weights, which reading does not need."""
+    """A copy of the tiny package."""
     folder = tmp_path / "package"
-    shutil.copytree(packages["tiny"], folder, ignore=shutil.ignore_patterns("weights.data"))
+    shutil.copytree(packages["tiny"], folder)
     return folder
 
 

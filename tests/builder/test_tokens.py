@@ -10,11 +10,22 @@ import pytest
 import builder
 from builder.checkpoint import Checkpoint
 from builder.errors import Refused
-from builder.tokens import TEXT_FILES, TokenIds, read_token_ids
+from builder.tokens import TokenIds, read_token_ids
 from fixtures.writer import Tiny
 from tests.conftest import TinyFactory
 
 VOCAB = 96
+TEXT_FILES = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+}
 TOKENIZER = {"added_tokens": [{"id": 80, "content": "<|im_end|>"}, {"id": 81, "content": "<|endoftext|>"}]}
 
 
@@ -104,6 +115,6 @@ def test_text_files_are_copied_verbatim_and_nothing_else_is(tiny: TinyFactory, t
         (folder / name).write_bytes(b"x")
     builder.export(folder, tmp_path / "out")
     made = {"model.onnx", "mtp.onnx", "weights.data", "genai_config.json"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == made | set(TEXT_FILES)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == made | TEXT_FILES
     for name in TEXT_FILES:
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()

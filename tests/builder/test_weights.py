@@ -125,7 +125,7 @@ def test_nan_is_no_number(tmp_path: Path) -> None:
     array = np.zeros(4, ml_dtypes.bfloat16)
     array[1] = np.nan
     (item,) = stored(tmp_path, {"x": array})
-    with pytest.raises(Refused, match="tensor x: expected numbers, found NaN"):
+    with pytest.raises(Refused, match="tensor x: expected finite numbers, found NaN"):
         placed([item], {item.key})
 
 

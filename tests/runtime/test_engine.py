@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from builder.contract import CAPTURE_ACTIVE, CAPTURE_COUNT, CUMULATIVE_LENGTHS
 from builder.errors import MachineError, Refused
 from runtime import Engine, EngineOptions, Request
 from runtime.loading import LoadedPackage
+from runtime.proposer import MtpProposer
 from runtime.target import TargetModel
 
 TOTALS = {1: (224, 278), 2: (293, 368), 3: (331, 408)}
@@ -173,6 +175,7 @@ def test_stop_id_inside_an_accepted_prefix_ends_the_turn(
     trained: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]]
 ) -> None:
     """Case A46: the text ends at the stop id even where the target agreed with drafts behind it."""
+    cut = 0
     for position in range(1, 24):
         stop = greedy_tokens[2][position]
         expected = greedy_tokens[2][: greedy_tokens[2].index(stop) + 1]
@@ -181,7 +184,12 @@ def test_stop_id_inside_an_accepted_prefix_ends_the_turn(
         finish(engine)
         assert request.token_ids == expected
         assert request.finish_reason == "stop"
-        assert request.counts.accepted <= len(expected)
+        # Every delivered token but the first is an accepted draft or a round's own token; nothing behind it counts.
+        stats = engine.stats
+        assert stats.draft_tokens_accepted + stats.bonus_tokens + stats.correction_tokens == len(expected) - 1
+        assert stats.draft_tokens_evaluated == stats.draft_tokens_accepted + stats.correction_tokens
+        cut += stats.rounds - stats.bonus_tokens - stats.correction_tokens
+    assert cut > 5, "the stop id was an accepted draft with drafts behind it, several times"
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 4, 5])
@@ -288,6 +296,80 @@ def test_a_failed_run_can_be_repeated(
             assert engine._pool.num_free == free
     assert failures > 5
     assert [request.token_ids for request in requests] == [greedy_tokens[0], greedy_tokens[5]]
+
+
+def test_a_failed_priming_is_made_up_for(
+    trained: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head fails after the prompt was committed: its rows are fed later, and drafting is as good as ever."""
+    launch, failures = MtpProposer._launch, iter([True, False, True])
+
+    def failing(self: MtpProposer, *arguments: Any) -> Any:
+        if next(failures, False):
+            raise MachineError("injected")
+        return launch(self, *arguments)
+
+    monkeypatch.setattr(MtpProposer, "_launch", failing)
+    engine = Engine(trained, EngineOptions(num_blocks=1, max_batch_size=1))
+    request = engine.submit(prompts[0], 64, 3)
+    errors = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except MachineError:
+            errors += 1
+    assert errors == 2
+    assert request.token_ids == greedy_tokens[0]
+    assert (request.counts.accepted, request.counts.evaluated) == (36, 54)
+
+
+def test_capture_is_switched_on_for_drafting_steps_alone(
+    trained: LoadedPackage, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """state_update_active is 1, and a row's capture_count its length, exactly where drafts are verified."""
+    seen: list[tuple[int, list[int], list[int]]] = []
+    prepare = TargetModel._prepare
+
+    def watched(self: TargetModel, *arguments: Any) -> Any:
+        prepared = prepare(self, *arguments)
+        run = prepared.bound.run
+
+        def record() -> None:
+            active, counts = (prepared.extra[name].tolist() for name in (CAPTURE_ACTIVE, CAPTURE_COUNT))
+            seen.append((active[0], counts, np.diff(prepared.batch.arrays[CUMULATIVE_LENGTHS]).tolist()))
+            run()
+
+        monkeypatch.setattr(prepared.bound, "run", record)
+        return prepared
+
+    monkeypatch.setattr(TargetModel, "_prepare", watched)
+    run_all(trained, prompts[:2], 0, 2, 8)
+    assert all(active == 0 and not any(counts) for active, counts, _ in seen), "plain is truly plain"
+    seen.clear()
+    engine = Engine(trained, EngineOptions(num_blocks=4, max_batch_size=2))
+    engine.submit(prompts[0], 20, 3)
+    engine.submit(prompts[1], 20, 0)
+    finish(engine)
+    assert {active for active, _, _ in seen} == {0, 1}
+    for active, counts, lengths in seen:
+        assert active == any(counts)
+        assert counts == [length if length > 1 else 0 for length in lengths] if active else not any(counts)
+
+
+def test_blocks_beyond_the_accepted_prefix_go_back_at_once(trained: LoadedPackage, prompts: list[list[int]]) -> None:
+    """A request owns the blocks of its committed tokens and no more, also right after rejected drafts."""
+    engine = Engine(trained, EngineOptions(num_blocks=80, block_size=1, max_batch_size=1))
+    request = engine.submit(prompts[1], 30, 3)
+    while engine.has_work:
+        engine.step()
+        assert 80 - engine._pool.num_free == (0 if request.finish_reason else request.num_cached)
+
+
+def test_proposals_are_token_ids(trained: LoadedPackage, prompts: list[list[int]]) -> None:
+    request = Engine(trained, EngineOptions(num_blocks=1)).submit(prompts[0], 4, 0)
+    for wrong in (2048, -1):
+        with pytest.raises(Refused, match=f"expected token ids below 2048, found {wrong}"):
+            request.propose([1, wrong])
 
 
 def test_requests_with_different_drafts_share_a_batch(

@@ -70,11 +70,7 @@ def tap_before_final_norm(model: ir.Model) -> None:
 def never_prime(self: MtpProposer, requests: Sequence[Request], stats: Stats) -> None:
     """Counts the prompt's rows as fed without feeding them."""
     for request in requests:
-        hidden = request.take_unread_hidden()
-        fed = min(len(hidden), len(request.prompt) - 1 - request.head_length)
-        request.head_length += fed
-        if fed < len(hidden):
-            request.unread_hidden.append(hidden[fed:])
+        request.mark_read(min(len(request.unread()), len(request.prompt) - 1 - request.head_length))
 
 
 def test_without_a_fault(trained: LoadedPackage, prompts: list[list[int]], reference: Reference) -> None:

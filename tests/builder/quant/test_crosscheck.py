@@ -85,6 +85,18 @@ def test_a_disagreement_is_one_line_a_kind(tiny: TinyFactory, dialect: str) -> N
     ]
 
 
+def test_modelopts_spellings_of_one_format_agree(tiny: TinyFactory) -> None:
+    """Its enumeration is upper case in some releases and lower in others; weight-only is the same storage."""
+
+    def edit(tensors: Tensors, config: Config) -> None:
+        layers = config["quantization_config"]["quantized_layers"]
+        names = ("W4A16_NVFP4", "w4a16_nvfp4", "nvfp4")
+        for name, module in zip(names, [name for name in layers if ".mlp." in name], strict=False):
+            layers[module] = {"quant_algo": name}
+
+    assert read_source(Checkpoint(tiny("modelopt", edit=edit)), "auto").warnings == []
+
+
 def test_modelopt_may_declare_in_its_own_file_only(tiny: TinyFactory) -> None:
     folder = tiny("modelopt", edit=lambda tensors, config: config.pop("quantization_config"))
     path = folder / "hf_quant_config.json"
