@@ -5,7 +5,11 @@ CHECKPOINTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-reference test-all lint bench clean
+MODELOPT := .venv-modelopt
+FUZZ := .venv-fuzz
+RUNS ?= 20000
+
+.PHONY: demo test test-reference test-all test-modelopt fuzz lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m fixtures.demo
@@ -20,6 +24,13 @@ test-all: $(VENV)/.test
 	@test -d "$(CHECKPOINTS)" || { echo "CHECKPOINTS: expected a folder of checkpoints, found '$(CHECKPOINTS)'; give CHECKPOINTS=DIR" >&2; exit 2; }
 	CHECKPOINTS="$(abspath $(CHECKPOINTS))" $(BIN)/python -m pytest -m checkpoints
 
+# ModelOpt's own dequantization against ours, to the bit. It wants another transformers, hence another environment.
+test-modelopt: $(MODELOPT)/.installed
+	$(MODELOPT)/bin/python -m fixtures.modelopt.check fixtures/checkpoints/mo_*
+
+fuzz: $(FUZZ)/.installed
+	$(FUZZ)/bin/python -m fuzz.target --runs $(RUNS)
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -29,7 +40,7 @@ bench: $(VENV)/.reference
 	$(BIN)/python -m benchmarks.speculation
 
 clean:
-	rm -rf $(VENV) demo-output build *.egg-info
+	rm -rf $(VENV) $(MODELOPT) $(FUZZ) demo-output build *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -47,4 +58,18 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 $(VENV)/.reference: pyproject.toml $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,test,reference]'
+	@touch $@
+
+LIBRARIES := numpy ml_dtypes onnx 'onnx-ir<2' onnxscript==0.7.2 pydantic click safetensors
+
+$(MODELOPT)/.installed: Makefile
+	$(PYTHON) -m venv $(MODELOPT)
+	$(MODELOPT)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(MODELOPT)/bin/python -m pip install --quiet --disable-pip-version-check \
+		nvidia-modelopt==0.47.0 'transformers>=4.57,<5.15' requests $(LIBRARIES)
+	@touch $@
+
+$(FUZZ)/.installed: Makefile
+	$(PYTHON) -m venv $(FUZZ)
+	$(FUZZ)/bin/python -m pip install --quiet --disable-pip-version-check atheris $(LIBRARIES)
 	@touch $@

@@ -7,20 +7,23 @@ stdout carries the result; progress and warnings go to stderr. Heavy imports hap
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from builder.errors import DraftsmithError, MachineError, Refused
+from builder.errors import DraftsmithError, MachineError, Refused, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from builder.exporter import GraphReport
     from builder.progress import Progress
     from runtime.generation import Ask, Generation
     from runtime.text import Tokenizer
@@ -38,8 +41,7 @@ class Commands(click.Group):
     """A group whose commands turn this project's errors into one line and their exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _stop)
+        before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             return super().invoke(ctx)
         except DraftsmithError as error:
@@ -50,6 +52,9 @@ class Commands(click.Group):
         except (KeyboardInterrupt, click.Abort):
             click.echo("build-model: interrupted", err=True)
             ctx.exit(128 + signal.SIGINT)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -96,12 +101,14 @@ def show(result: Any, as_json: bool, human: Callable[[], None]) -> None:
 
 
 def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    """Cells are text as it is: brackets are no markup, and what came from a file cannot steer the terminal."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     drawn = Table(*columns, title=title)
     for row in rows:
-        drawn.add_row(*map(str, row))
+        drawn.add_row(*(Text(one_line(cell), overflow="fold") for cell in row))
     Console().print(drawn)
 
 
@@ -111,31 +118,50 @@ def warn(lines: list[str], quiet: bool) -> None:
             click.echo(f"build-model: warning: {line}", err=True)
 
 
+def conversion_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What export and plan have in common."""
+    options = [
+        click.option(
+            "--weights",
+            type=click.Choice(["auto", "link", "copy"]),
+            default="auto",
+            help="How weights enter the package.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float16", "bfloat16"]),
+            default="auto",
+            help="Activation type; auto is float16.",
+        ),
+        click.option(
+            "--mtp",
+            type=click.Choice(["auto", "off", "require"]),
+            default="auto",
+            help="The multi-token-prediction head.",
+        ),
+        click.option(
+            "--max-draft-tokens", type=int, default=3, show_default=True, help="Drafts a step may verify, 1 to 7."
+        ),
+        click.option(
+            "--checkpoints",
+            type=click.Choice(["compact", "off"]),
+            default="compact",
+            help="State updates to roll back by; without them nothing can be drafted.",
+        ),
+        click.option("--block-size", type=int, default=256, show_default=True, help="Tokens per cache block."),
+        click.option("--max-batch-size", type=int, default=100, show_default=True, help="Requests per step."),
+        click.option("--context-length", type=int, help="Tokens of context; the model's positions if not given."),
+        click.option("--strict", is_flag=True, help="Refuse tensors that no module uses."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @main.command()
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--weights", type=click.Choice(["auto", "link", "copy"]), default="auto", help="How weights enter the package."
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float16", "bfloat16"]),
-    default="auto",
-    help="Activation type; auto is float16.",
-)
-@click.option(
-    "--mtp", type=click.Choice(["auto", "off", "require"]), default="auto", help="The multi-token-prediction head."
-)
-@click.option("--max-draft-tokens", type=int, default=3, show_default=True, help="Drafts a step may verify, 1 to 7.")
-@click.option(
-    "--checkpoints",
-    type=click.Choice(["compact", "off"]),
-    default="compact",
-    help="State updates to roll back by; without them nothing can be drafted.",
-)
-@click.option("--block-size", type=int, default=256, show_default=True, help="Tokens per cache block.")
-@click.option("--max-batch-size", type=int, default=100, show_default=True, help="Requests per step.")
-@click.option("--context-length", type=int, help="Tokens of context; the model's positions if not given.")
+@conversion_options
 @click.option("--force", is_flag=True, help="Replace an existing package.")
 @json_option
 @quiet_option
@@ -149,41 +175,198 @@ def export(src: Path, out: Path, as_json: bool, quiet: bool, **options: Any) -> 
 
     def human() -> None:
         click.echo(report.package)
-        rows = [
-            [name, graph.file, graph.nodes, *graph.matmuls.values(), *graph.layers.values()]
-            for name, graph in report.graphs.items()
-            if graph
-        ]
-        table(
-            f"{report.weights['copied_bytes']:,} bytes of weights in {report.seconds:.1f} s",
-            ["graph", "file", "nodes", "nvfp4", "fp8", "float", "full attention", "linear attention"],
-            rows,
-        )
+        graph_table(report.graphs, f"{report.weights['copied_bytes']:,} bytes of weights in {report.seconds:.1f} s")
 
     show(report.to_json(), as_json, human)
 
 
 @main.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("src", type=click.Path(path_type=Path))
+@conversion_options
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Requests of full context to size memory for.",
+)
 @json_option
-def inspect(path: Path, as_json: bool) -> None:
-    """Say what a checkpoint or a package holds."""
+@quiet_option
+def plan(src: Path, batch_size: int, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Say what an export of SRC would write and what running it takes, from headers alone."""
     import builder
 
-    found = builder.inspect(path)
+    found = builder.plan(src, builder.ExportOptions(**options), batch_size)
+    warn(found.warnings, quiet)
 
     def human() -> None:
-        for key, value in found.items():
-            if key != "modules":
-                click.echo(f"{key}: {json.dumps(value, ensure_ascii=False)}")
-        groups: dict[tuple[str, str], list[int]] = {}
-        for module in found.get("modules", []):
-            groups.setdefault((module["role"], module["format"]), []).append(module["bytes"])
-        rows = [[role, kind, len(sizes), f"{sum(sizes):,}"] for (role, kind), sizes in groups.items()]
-        if rows:
-            table("linear modules", ["role", "format", "modules", "bytes"], rows)
+        graph_table(found.graphs, "graphs")
+        table("weights", ["", "bytes"], [[name, f"{size:,}"] for name, size in found.weights.items()])
+        table("GPU memory", ["", "bytes"], [[name, f"{size:,}"] for name, size in found.memory.items()])
+
+    show(found.to_json(), as_json, human)
+
+
+def graph_table(graphs: Mapping[str, GraphReport | None], title: str) -> None:
+    """MatMuls by format, layers by kind, and below it the modules that are not carried as they are stored."""
+    present = {name: graph for name, graph in graphs.items() if graph}
+    formats = list(dict.fromkeys(kind for graph in present.values() for kind in graph.matmuls))
+    rows = [
+        [name, graph.file, graph.nodes, *(graph.matmuls.get(kind, 0) for kind in formats), *graph.layers.values()]
+        for name, graph in present.items()
+    ]
+    table(title, ["graph", "file", "nodes", *formats, "full attention", "linear attention"], rows)
+    for graph in present.values():
+        for module, reason in graph.dequantized.items():
+            click.echo(f"{module} is dequantized to float: {reason}")
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@json_option
+@quiet_option
+def inspect(path: Path, as_json: bool, quiet: bool) -> None:
+    """Say what a checkpoint or a package holds, and what is odd about it. A checkpoint's values are read once."""
+    import builder
+
+    with progress_bar(quiet) as progress:
+        found = builder.inspect(path, progress)
+
+    def human() -> None:
+        click.echo(f"{found['kind']} {path}")
+        (_print_checkpoint if found["kind"] == "checkpoint" else _print_package)(found)
+        click.echo("odd:" if found["warnings"] else "odd: nothing")
+        for line in found["warnings"]:
+            click.echo(f"  - {line}")
 
     show(found, as_json, human)
+
+
+def facts(lines: Mapping[str, str]) -> None:
+    """Short lines, their names side by side."""
+    width = max(map(len, lines))
+    for name, text in lines.items():
+        click.echo(f"{name:{width}}  {one_line(text)}")
+
+
+def counts(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in numbers.items() if count) or "none"
+
+
+def _print_checkpoint(found: Mapping[str, Any]) -> None:
+    files, scales = found["files"], found["scales"]
+    quantization, skipped = found["quantization"], counts(found["skipped_tensors"])
+    dead = [part for part in found["zero_rows"] if not part["part"]]
+    facts(
+        {
+            "model": f"{found['model_type']}; layers: {counts(found['layers'])}; MTP head: {_yes(found['mtp'])}",
+            "tensors": f"{found['tensors']} in {len(files)} files, {sum(files.values()):,} bytes; skipped: {skipped}",
+            "declared": f"{quantization['method'] or 'no quantization'} {quantization['algorithm'] or ''}".strip()
+            + f"; {len(quantization['ignored'])} names ignored",
+            "stored": counts(found["formats"]),
+            "scales": f"{scales['values']:,} in {scales['tensors']} tensors;"
+            f" {scales['zero']:,} zero, {scales['nan']:,} NaN",
+            "zero rows": f"in {len(dead)} weights, {sum(part['zero'] for part in dead):,} rows" if dead else "none",
+            "norms": _norms_text(found["norms"]),
+            "KV scales": _kv_text(found["kv_scales"]),
+            "ties": _ties_text(found["ties"]),
+            "tokenizer": _tokenizer_text(found["tokenizer"], found["vocab_size"]),
+            "eos": f"{found['eos_token_ids']} of "
+            + ("; ".join(f"{file} {ids}" for file, ids in found["eos_by_file"].items()) or "no file"),
+        }
+    )
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for module in found["modules"]:
+        shape = "x".join(map(str, module["shape"]))
+        groups.setdefault((module["role"], module["format"], shape), []).append(module)
+    rows = [
+        [*group, len(many), f"{sum(m['bytes'] for m in many):,}", f"{max(m['zero_rows'] for m in many):.0%}"]
+        for group, many in sorted(groups.items())
+    ]
+    table("linear modules", ["role", "format", "shape", "count", "bytes", "zero rows"], rows)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _norms_text(norms: Mapping[str, Any]) -> str:
+    """The norms that tell the convention; --json has all of them."""
+    told = {role: mean for role, mean in norms["means"].items() if role.endswith("layernorm")}
+    means = ", ".join(f"{role} {'not finite' if mean is None else f'{mean:.2f}'}" for role, mean in told.items())
+    return f"convention {norms['convention']}; conv1d {', '.join(norms['conv_layouts']) or 'none'}; means: {means}"
+
+
+def _kv_text(kv: Mapping[str, Any]) -> str:
+    declared = ", ".join(f"{what} ({file})" for file, what in kv["declared"].items()) or "not declared"
+    total = len(kv["pairs"]) + len(kv["missing"])
+    stored = f"pairs for {len(kv['pairs'])} of {total} full-attention layers" if kv["scales"] else "none stored"
+    if kv["minimum"] is not None:
+        stored += f", {kv['minimum']:g} to {kv['maximum']:g}, as {', '.join(kv['spellings'])}"
+    return f"{declared}; {stored}"
+
+
+def _ties_text(ties: Mapping[str, Any]) -> str:
+    declared = ", ".join(f"{place} {str(value).lower()}" for place, value in ties["declared"].items())
+    head = "stored" if ties["lm_head_stored"] else "not stored"
+    return f"{'tied' if ties['tied'] else 'not tied'}; lm_head {head}; declared: {declared or 'nowhere'}"
+
+
+def _tokenizer_text(tokenizer: Mapping[str, Any], vocab_size: int) -> str:
+    """Without a tokenizer token ids still work."""
+    if tokenizer["length"] is None:
+        return f"none; vocabulary {vocab_size}"
+    needs = f" (needs {tokenizer['minimum_runtime']})" if tokenizer["minimum_runtime"] else ""
+    templates = ", ".join(tokenizer["chat_templates"]) or "no chat template"
+    length = f"{tokenizer['length']} ids for a vocabulary of {vocab_size}"
+    padding = f", {tokenizer['padding']} rows padding" if tokenizer["padding"] > 0 else ""
+    return f"{tokenizer['class'] or 'no class'}{needs}; {length}{padding}; {templates}"
+
+
+def _print_package(found: Mapping[str, Any]) -> None:
+    provenance, contract = found["provenance"], found["contract"]
+    graphs = {name: graph for name, graph in found["graphs"].items() if graph}
+    facts(
+        {
+            "layers": counts(found["layers"]),
+            "caches": f"layers {contract['cache_layers']}, blocks of {found['block_size']}",
+            "states": f"layers {contract['state_layers']}, capacity {found['state_update_capacity']}",
+            "limits": f"context {found['context_length']}, drafts {found['max_draft_tokens']},"
+            f" batch {found['max_batch_size']}, vocabulary {found['vocab_size']}",
+            "eos": str(found["eos_token_ids"]),
+            "shared": f"{provenance['shared_bytes']:,} bytes: "
+            + (", ".join(entry["name"] for entry in provenance["shared_initializers"]) or "none"),
+            **{graph["file"]: _graph_text(graph) for graph in graphs.values()},
+            **{
+                file: f"{use['bytes']:,} bytes, {use['referenced_bytes']:,} of them referred to"
+                for file, use in provenance["data"].items()
+            },
+        }
+    )
+    ops = list(dict.fromkeys(op for graph in graphs.values() for op in graph["ops"]))
+    table("ops", ["op", *graphs], [[op, *(graph["ops"].get(op, 0) for graph in graphs.values())] for op in ops])
+    for name in graphs:
+        table(f"{name}: inputs and outputs", ["name", "", "count", "type", "shape"], _contract_rows(contract[name]))
+    table("files", ["file", "bytes"], [[name, f"{size:,}"] for name, size in provenance["files"].items()])
+
+
+def _graph_text(graph: Mapping[str, Any]) -> str:
+    opsets = ", ".join(f"{domain} {version}" for domain, version in graph["opsets"].items())
+    sizes = f"{graph['nodes']} nodes, {graph['initializers']} initializers, {graph['bytes']:,} bytes"
+    return f"{sizes}; IR {graph['ir_version']}, {opsets}; by {graph['producer'] or 'nobody'}"
+
+
+def _contract_rows(contract: Mapping[str, Any]) -> list[list[Any]]:
+    """Tensors of all layers that are alike in one row, their layer written as {}."""
+    groups: Counter[tuple[str, str, str, str]] = Counter()
+    for side in ("inputs", "outputs"):
+        for spec in contract[side]:
+            name = re.sub(r"\.\d+\.", ".{}.", spec["name"])
+            groups[name, side[:-1], spec["dtype"], ", ".join(map(str, spec["shape"]))] += 1
+    return [
+        [name, "in" if side == "input" else "out", count, dtype, f"[{shape}]"]
+        for (name, side, dtype, shape), count in groups.items()
+    ]
 
 
 @main.command()

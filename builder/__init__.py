@@ -6,16 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from builder.exporter import ExportOptions, ExportReport, export
+    from builder.exporter import ExportReport, export
     from builder.inspection import inspect
+    from builder.options import ExportOptions
+    from builder.planning import plan
 
-__all__ = ["ExportOptions", "ExportReport", "export", "inspect"]
+__all__ = ["ExportOptions", "ExportReport", "export", "inspect", "plan"]
 
 _HOMES = {
-    "ExportOptions": "builder.exporter",
+    "ExportOptions": "builder.options",
     "ExportReport": "builder.exporter",
     "export": "builder.exporter",
     "inspect": "builder.inspection",
+    "plan": "builder.planning",
 }
 
 

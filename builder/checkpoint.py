@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,14 @@ from numpy.typing import NDArray
 from builder.errors import MachineError, Refused
 
 INDEX_NAME = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-MAX_JSON_BYTES = 1 << 28
+MAX_JSON_BYTES = 1 << 26
+"""Of a header or a JSON file. The safetensors library takes headers up to 100 MB; MAX_JSON_VALUES ends them sooner."""
+MAX_JSON_VALUES = 1 << 21
+"""Python objects take up to thirty times the bytes of their JSON: tokenizers have 1 million, a header 8 a tensor."""
+MAX_JSON_DEPTH = 64
+MAX_TENSORS = 1 << 19
+MAX_RANK = 16
+MAX_FILE_NAME_BYTES = 255
 MAX_SIZE = 1 << 63
 """Largest number a header may hold as a size or an offset."""
 
@@ -122,12 +128,20 @@ class Checkpoint(Mapping[str, TensorRef]):
     def files(self) -> tuple[Path, ...]:
         return tuple(sorted({ref.file for ref in self._tensors.values()}))
 
+    def unlisted_shards(self) -> list[Path]:
+        """Safetensors files in the folder that no tensor is read from: an index is an allow-list."""
+        return sorted(path for path in self.folder.glob("*.safetensors") if path not in self.files and path.is_file())
+
     @cached_property
     def prefix(self) -> str:
-        """Prefix of the text model's tensors: vision-language checkpoints nest it one level deeper."""
-        for prefix in ("model.language_model.", "model."):
-            if f"{prefix}embed_tokens.weight" in self:
-                return prefix
+        """Prefix of the text model's tensors: vision-language checkpoints nest it one level deeper.
+
+        The final norm speaks where the embedding is missing, because a tied LM head may stand for it.
+        """
+        for leaf in ("embed_tokens.weight", "norm.weight"):
+            for prefix in ("model.language_model.", "model."):
+                if f"{prefix}{leaf}" in self:
+                    return prefix
         raise Refused(
             f"{self.folder.name} model.embed_tokens.weight",
             expected="an embedding under model. or model.language_model.",
@@ -141,12 +155,33 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if size > MAX_JSON_BYTES:
         raise Refused(path, expected=f"at most {MAX_JSON_BYTES} bytes", found=size, remedy="check the file")
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = _bounded_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise Refused(path, expected="JSON in UTF-8", found=error, remedy="fetch the file again") from None
     if not isinstance(document, dict):
         raise Refused(path, expected="a JSON object", found=type(document).__name__, remedy="fetch the file again")
     return document
+
+
+def _bounded_json(raw: bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Parsed JSON in memory that follows from its limits. Raises ValueError or RecursionError.
+
+    Marks are counted before anything is made of them; those inside strings count too, which costs a tokenizer little.
+    A nesting that the parser just manages breaks whoever prints or compares it later.
+    """
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise ValueError(f"more than {MAX_JSON_VALUES} values")
+    document = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
+    level = [document]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [child for value in level for child in _children(value) if isinstance(child, dict | list)]
+        if not level:
+            return document
+    raise ValueError(f"nested deeper than {MAX_JSON_DEPTH}")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorRef]:
@@ -176,6 +211,7 @@ def _indexed_tensors(folder: Path, index: Path) -> dict[str, TensorRef]:
         path = _shard_path(folder, shard)
         if shard not in headers:
             headers[shard] = read_header(path)
+            _refuse_too_many(sum(map(len, headers.values())))
         if name not in headers[shard]:
             raise Refused(
                 f"{shard} tensor {name}",
@@ -187,9 +223,17 @@ def _indexed_tensors(folder: Path, index: Path) -> dict[str, TensorRef]:
     return tensors
 
 
+def _refuse_too_many(tensors: int) -> None:
+    if tensors > MAX_TENSORS:
+        raise Refused(
+            INDEX_NAME, expected=f"at most {MAX_TENSORS} tensors", found=tensors, remedy="do not use this index"
+        )
+
+
 def _shard_path(folder: Path, shard: object) -> Path:
     plain = isinstance(shard, str) and shard not in ("", ".", "..") and not any(c in shard for c in "/\\\0")
-    if not plain or not str(shard).endswith(".safetensors"):
+    too_long = len(str(shard).encode("utf-8", "surrogatepass")) > MAX_FILE_NAME_BYTES
+    if not plain or too_long or not str(shard).endswith(".safetensors"):
         raise Refused(
             f"{INDEX_NAME} shard {shard!r}",
             expected="a plain .safetensors file name",
@@ -207,7 +251,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        if not 2 <= length <= min(size - 8, MAX_JSON_BYTES):
             raise Refused(
                 path,
                 expected="a safetensors header",
@@ -216,7 +260,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        header = _bounded_json(raw, _without_duplicates)
     except (ValueError, RecursionError) as error:
         raise Refused(path, expected="a JSON header", found=str(error), remedy="fetch the file again") from None
     if not isinstance(header, dict):
@@ -244,6 +288,8 @@ def _tensor_ref(path: Path, name: str, entry: Any, start: int, size: int) -> Ten
     def refuse(expected: str, found: object) -> Refused:
         return Refused(f"{path.name} tensor {name}", expected=expected, found=found, remedy="fetch the file again")
 
+    if not name.isprintable():  # names end up in warnings, reports and graphs
+        raise refuse("a name of printable characters", ascii(name))
     if not isinstance(entry, dict):
         raise refuse("an object with dtype, shape and data_offsets", entry)
     dtype: Any = entry.get("dtype")
@@ -251,8 +297,8 @@ def _tensor_ref(path: Path, name: str, entry: Any, start: int, size: int) -> Ten
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in NUMPY_DTYPES:
         raise refuse(f"a dtype of {', '.join(NUMPY_DTYPES)}", dtype)
-    if not _all_naturals(shape):
-        raise refuse("a shape of non-negative integers", shape)
+    if not _all_naturals(shape) or len(shape) > MAX_RANK:
+        raise refuse(f"a shape of up to {MAX_RANK} non-negative integers", shape)
     if not _all_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse("data_offsets [begin, end]", offsets)
     nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize

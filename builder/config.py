@@ -13,6 +13,8 @@ from builder.errors import Refused
 
 MAX_LAYERS = 10_000
 MAX_POSITIONS = 1 << 24
+MAX_ROTARY_ELEMENTS = 1 << 26
+"""Positions by rotary width: 1 M positions of the family's 64. The tables are made in memory, in float64."""
 Size = Annotated[int, Field(gt=0, lt=1 << 31)]
 LayerType = Literal["linear_attention", "full_attention"]
 DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
@@ -22,12 +24,15 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
+_Section = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
 class Rope(_Frozen):
     """Rotary embedding: base frequency theta, rotated share of the head, and the (t, h, w) split of the half width."""
 
-    theta: float = Field(gt=1)
+    theta: float = Field(gt=1, lt=1e30)
     partial_rotary_factor: float = Field(gt=0, le=1)
-    mrope_section: tuple[int, int, int]
+    mrope_section: tuple[_Section, _Section, _Section]
 
 
 class ModelConfig(_Frozen):
@@ -47,7 +52,7 @@ class ModelConfig(_Frozen):
     linear_key_head_dim: Size
     linear_value_head_dim: Size
     linear_conv_kernel_dim: int = Field(gt=1, le=1024)
-    rms_norm_eps: float = Field(gt=0)
+    rms_norm_eps: float = Field(gt=1e-30, lt=1)
     max_position_embeddings: int = Field(gt=0, le=MAX_POSITIONS)
     mtp_num_hidden_layers: int = 0
     tie_word_embeddings: bool = False
@@ -69,6 +74,10 @@ class ModelConfig(_Frozen):
     def conv_channels(self) -> int:
         """Channels of the short convolution: queries, keys and values side by side."""
         return 2 * self.linear_key_dim + self.linear_value_dim
+
+    @property
+    def layer_counts(self) -> dict[str, int]:
+        return {kind: self.layer_types.count(kind) for kind in ("full_attention", "linear_attention")}
 
     def layers_of(self, kind: LayerType) -> tuple[int, ...]:
         return tuple(i for i, layer_type in enumerate(self.layer_types) if layer_type == kind)
@@ -198,10 +207,16 @@ def _check_geometry(config: ModelConfig, source: str) -> None:
     )
     half = config.rotary_dim // 2
     require(
-        config.rotary_dim % 2 == 0 and sum(config.rope.mrope_section) == half,
+        half > 0 and config.rotary_dim % 2 == 0 and sum(config.rope.mrope_section) == half,
         "mrope_section",
         f"three sizes that sum to {half}, half the rotary width",
         list(config.rope.mrope_section),
+    )
+    require(
+        config.max_position_embeddings * config.rotary_dim <= MAX_ROTARY_ELEMENTS,
+        "max_position_embeddings",
+        f"at most {MAX_ROTARY_ELEMENTS // config.rotary_dim} for a rotary width of {config.rotary_dim}",
+        config.max_position_embeddings,
     )
     require(
         config.mtp_num_hidden_layers in (0, 1),

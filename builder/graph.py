@@ -6,6 +6,7 @@ that are promises (a Weight) until the package places their bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -28,7 +29,11 @@ def element_type(name: str) -> ir.DataType:
 
 
 class Graph:
-    """io_dtype is the activation type. Values are onnx_ir Values; `op` emits standard ops, ops.py the contrib ones."""
+    """io_dtype is the activation type. Values are onnx_ir Values; `op` emits standard ops, ops.py the contrib ones.
+
+    matmuls counts linear modules by weight format; dequantized says of each quantized module that is carried as float
+    why it is.
+    """
 
     def __init__(self, name: str, io: IoSpec, io_dtype: ir.DataType) -> None:
         graph = ir.Graph(inputs=[], outputs=[], nodes=[], name=name, opset_imports=dict(OPSETS))
@@ -36,6 +41,8 @@ class Graph:
         self.io_dtype = io_dtype
         self.weights: dict[str, Weight] = {}
         self.narrowed: set[object] = set()
+        self.matmuls: Counter[str] = Counter()
+        self.dequantized: dict[str, str] = {}
         self._builder = GraphBuilder(graph)
         self._contrib = self._builder.opset("com.microsoft", 1)
         self._casts: dict[tuple[str, ir.DataType], Value] = {}

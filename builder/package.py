@@ -156,11 +156,18 @@ def _reported(weights: list[Weight], progress: Progress) -> Iterator[Weight]:
         progress("writing weights", done, total)
 
 
-def _shared_initializers(graphs: Mapping[str, Graph], places: Mapping[object, Placement]) -> list[dict[str, Any]]:
-    """Weights that the head takes from the target. Offsets are text: JSON readers keep numbers as doubles."""
+def shared_weights(graphs: Mapping[str, Graph]) -> dict[str, Weight]:
+    """Weights of the checkpoint that the head takes from the target: embedding and LM head, by initializer name."""
     if "mtp" not in graphs:
-        return []
+        return {}
     target = graphs["target"].weights
+    return {
+        name: weight for name, weight in graphs["mtp"].weights.items() if name in target and weight.origin is not None
+    }
+
+
+def _shared_initializers(graphs: Mapping[str, Graph], places: Mapping[object, Placement]) -> list[dict[str, Any]]:
+    """The configuration's list of them. Offsets are text: JSON readers keep numbers as doubles."""
     return [
         {
             "name": name,
@@ -170,8 +177,7 @@ def _shared_initializers(graphs: Mapping[str, Graph], places: Mapping[object, Pl
             "data_type": int(weight.dtype),
             "shape": list(weight.shape),
         }
-        for name, weight in graphs["mtp"].weights.items()
-        if name in target and weight.origin is not None
+        for name, weight in shared_weights(graphs).items()
     ]
 
 

@@ -53,13 +53,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class Computed:
-    """`transform` names what `compute` does to the tensor `origin` (None: to no tensor); the result is float32."""
+    """`transform` names what `compute` does to the tensor `origin` (None: to no tensor), into `dtype`."""
 
     transform: str
     origin: str | None
     shape: tuple[int, ...]
     compute: Callable[[], Array]
-    dtype = ir.DataType.FLOAT
+    dtype: ir.DataType = ir.DataType.FLOAT
 
     @property
     def key(self) -> object:
@@ -132,7 +132,8 @@ def _refuse_not_finite(weight: Weight, values: Array) -> None:
     if values.dtype == E4M3:
         finite = not ((values.view(np.uint8) & 0x7F) == 0x7F).any()
     else:
-        finite = values.dtype not in FLOATS or bool(np.isfinite(values).all())
+        with np.errstate(invalid="ignore"):  # a signalling NaN would be warned of, too
+            finite = values.dtype not in FLOATS or bool(np.isfinite(values).all())
     if not finite:
         raise Refused(
             f"tensor {weight.origin}",

@@ -228,7 +228,7 @@ def test_a_stop_id_is_kept_in_tokens_but_not_in_text(package: Path, tmp_path: Pa
 
 def test_without_a_tokenizer_token_ids_work_and_text_is_null(tmp_path: Path) -> None:
     out = tmp_path / "package"
-    succeed("export", CHECKPOINTS / "mo_nvfp4_dense_text", out)
+    succeed("export", CHECKPOINTS / "mo_w4a8nvfp4_dense_text", out)
     request = succeed("run", out, "--token-ids", "5,6,7", "--max-new-tokens", 2)["requests"][0]
     assert request["text"] is None
     assert len(request["token_ids"]) == 2
@@ -318,7 +318,7 @@ def test_weights_that_are_no_numbers_fail(package: Path, tmp_path: Path) -> None
 
 def test_graphs_of_different_models_are_refused(package: Path, tmp_path: Path) -> None:
     shutil.copytree(package, tmp_path / "package")
-    succeed("export", CHECKPOINTS / "mo_nvfp4_dense_text", tmp_path / "other")
+    succeed("export", CHECKPOINTS / "mo_w4a8nvfp4_dense_text", tmp_path / "other")
     shutil.copy(tmp_path / "other" / "mtp.onnx", tmp_path / "package")
     assert "mtp.onnx vocab_size: expected 2048, found 512" in refuse(2, "inspect", tmp_path / "package")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from builder import ops
 from builder.checkpoint import TensorRef
 from builder.graph import Graph, Value
+from builder.quant import codecs
 from builder.quant.modules import ModuleTensors
-from builder.quant.tensors import Dense, Fp8, Nvfp4, QuantTensor, dequantize
+from builder.quant.tensors import Dense, Fp8, Mxfp4, Nvfp4, QuantTensor, dequantize
 from builder.weights import Computed, Stored
 
 STORED_DTYPES = {"BF16": ir.DataType.BFLOAT16, "F16": ir.DataType.FLOAT16, "F32": ir.DataType.FLOAT}
@@ -28,7 +30,7 @@ def as_float32(ref: TensorRef) -> Stored | Computed:
 
 
 class Linear:
-    """y = x W^T without bias; the op follows the weight's storage and keeps its bytes."""
+    """y = x W^T without bias; the op follows the weight's storage and keeps its bytes wherever it can."""
 
     def __init__(self, tensors: ModuleTensors, name: str, out_features: int, in_features: int) -> None:
         self.name = f"{tensors.prefix}{name}"
@@ -38,43 +40,67 @@ class Linear:
         match self.weight:
             case Nvfp4():
                 return self._nvfp4(graph, x, self.weight)
+            case Mxfp4(global_exponent=int()):
+                return self._mxfp4(graph, x, self.weight)
             case Fp8():
                 return self._fp8(graph, x, self.weight)
-            case Dense(weight=weight):
-                return graph.op.Gemm(x, graph.io_weight(f"{self.name}.weight", stored(weight)), transB=1)
+            case _:
+                return float_linear(graph, x, self.name, self.weight, "its block scales span more than E4M3 holds")
 
     def _nvfp4(self, graph: Graph, x: Value, weight: Nvfp4) -> Value:
-        packed = Stored(weight.packed, ir.DataType.UINT8, weight.packed.shape)
-        block_scale = Stored(weight.block_scale, ir.DataType.UINT8, weight.block_scale.shape)
-        global_ref = weight.global_scale
+        ref, global_ref = weight.block_scale, weight.global_scale
+        block_scale: Stored | Computed = Stored(ref, ir.DataType.UINT8, ref.shape)
+        if weight.clamp_nan:
+            block_scale = Computed("clamp_nan", ref.name, ref.shape, weight.scale_bytes, ir.DataType.UINT8)
+        multiplier: Stored | Computed = Stored(global_ref, ir.DataType.FLOAT, (1,))
         if weight.global_is_divisor:
-            multiplier: Stored | Computed = Computed(
-                "reciprocal", global_ref.name, (1,), lambda: weight.multiplier(global_ref.read())
-            )
-        else:
-            multiplier = Stored(global_ref, ir.DataType.FLOAT, (1,))
+            multiplier = Computed("reciprocal", global_ref.name, (1,), lambda: weight.multiplier(global_ref.read()))
+        return self._four_bit(graph, x, weight, block_scale, multiplier)
+
+    def _mxfp4(self, graph: Graph, x: Value, weight: Mxfp4) -> Value:
+        """An NVFP4 weight with blocks of 32: the exponents' common part moves into the global scale, to the bit."""
+        ref, common = weight.block_scale, weight.global_exponent or 0
+
+        def scales() -> NDArray[np.uint8]:
+            exponents = np.frexp(codecs.decode_scale(ref.read()))[1].astype(np.int64) - 1 - common
+            # Only blocks of zeros lie outside, and any scale leaves them zero.
+            return codecs.encode_e4m3_powers(np.clip(exponents, codecs.E4M3_POWERS[0], codecs.E4M3_POWERS[-1]))
+
+        block_scale = Computed("e8m0_as_e4m3", ref.name, ref.shape, scales, ir.DataType.UINT8)
+        multiplier = Computed("power", ref.name, (1,), lambda: np.exp2(np.array([common], np.float32)))
+        return self._four_bit(graph, x, weight, block_scale, multiplier)
+
+    def _four_bit(
+        self,
+        graph: Graph,
+        x: Value,
+        weight: Nvfp4 | Mxfp4,
+        block_scale: Stored | Computed,
+        multiplier: Stored | Computed,
+    ) -> Value:
+        graph.matmuls[weight.kind] += 1
         return ops.matmul_nvfp4(
             graph,
             x,
-            graph.weight(f"{self.name}.nvfp4_weight", packed),
+            graph.weight(f"{self.name}.nvfp4_weight", Stored(weight.packed, ir.DataType.UINT8, weight.packed.shape)),
             graph.weight(f"{self.name}.nvfp4_weight_scale", block_scale),
             graph.weight(f"{self.name}.nvfp4_weight_scale_2", multiplier),
             block_size=weight.block_size,
         )
 
     def _fp8(self, graph: Graph, x: Value, weight: Fp8) -> Value:
-        rows, columns = weight.shape
-        ref = weight.scale
-        if ref.dtype == "F32" and ref.shape in ((rows,), (rows, 1)):
-            scale: Stored | Computed = Stored(ref, ir.DataType.FLOAT, (rows, 1))
-        else:
-            scale = Computed("channel_scales", ref.name, (rows, 1), lambda: weight.channel_scales(ref.read()))
+        graph.matmuls[weight.kind] += 1
+        (rows, columns), ref = weight.shape, weight.scale
+        shape = rows, -(-columns // weight.block[1])
+        scale: Stored | Computed = Computed("row_scales", ref.name, shape, lambda: weight.row_scales(ref.read()))
+        if ref.dtype == "F32" and weight.block[0] == 1:
+            scale = Stored(ref, ir.DataType.FLOAT, shape)
         return ops.matmul_fp8(
             graph,
             x,
             graph.weight(f"{self.name}.fp8_weight", Stored(weight.weight, ir.DataType.FLOAT8E4M3FN, (rows, columns))),
             graph.weight(f"{self.name}.fp8_weight_scale", scale),
-            block_size=columns,
+            block_size=weight.block[1],
         )
 
 
@@ -86,12 +112,18 @@ class FloatLinear:
         self.weight = tensors.linear(name, out_features, in_features)
 
     def __call__(self, graph: Graph, x: Value) -> Value:
-        quantized = self.weight
-        if isinstance(quantized, Dense):
-            source: Stored | Computed = stored(quantized.weight)
-        else:
-            source = Computed("dequantize", self.name, quantized.shape, lambda: dequantize(quantized))
-        return graph.op.Gemm(x, graph.io_weight(f"{self.name}.weight", source), transB=1)
+        return float_linear(graph, x, self.name, self.weight, "the decay it computes is exponentiated")
+
+
+def float_linear(graph: Graph, x: Value, name: str, weight: QuantTensor, reason: str) -> Value:
+    """x W^T with a float weight; a quantized one is dequantized exactly, in float32, and reported with `reason`."""
+    graph.matmuls["float"] += 1
+    if isinstance(weight, Dense):
+        source: Stored | Computed = stored(weight.weight)
+    else:
+        graph.dequantized[name] = reason
+        source = Computed("dequantize", name, weight.shape, lambda: dequantize(weight))
+    return graph.op.Gemm(x, graph.io_weight(f"{name}.weight", source), transB=1)
 
 
 class RMSNorm:
@@ -144,7 +176,7 @@ class TiedHead:
     """An LM head that is the embedding: the same bytes under the head's own name."""
 
     def __init__(self, embedding: Embedding) -> None:
-        self.weight = embedding.weight
+        self.weight = Dense(embedding.weight)
 
     def __call__(self, graph: Graph, x: Value) -> Value:
-        return graph.op.Gemm(x, graph.io_weight("lm_head.weight", stored(self.weight)), transB=1)
+        return float_linear(graph, x, "lm_head", self.weight, "")

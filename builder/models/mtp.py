@@ -18,6 +18,18 @@ from builder.quant.modules import ModuleTensors
 class MtpHead:
     """fc(concat[norm(embed(token)), norm(hidden)]), one decoder layer, norm, the target's LM head."""
 
+    MODULES = (
+        "fc",
+        "pre_fc_norm_embedding",
+        "pre_fc_norm_hidden",
+        "norm",
+        "layers.0.input_layernorm",
+        "layers.0.post_attention_layernorm",
+        *(f"layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        *(f"layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    )
+    """What a checkpoint must hold under `mtp.` for there to be a head."""
+
     def __init__(self, tensors: ModuleTensors, config: ModelConfig, target: Target) -> None:
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.config = config

@@ -2,17 +2,36 @@
 
 NVFP4 is `weight_packed` U8 [N, K/2], `weight_scale` E4M3 [N, K/16], `weight_global_scale` F32 [1], which is a divisor:
 the reciprocal of ModelOpt's `weight_scale_2`. FP8 is `weight` E4M3 [N, K] with `weight_scale` [N, 1] or [1].
+
+A configuration has `config_groups` of targets with a format each, and an `ignore` list that wins over all of them.
+Source: compressed-tensors 0.20.1, utils/match.py and quantization/lifecycle/apply.py.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from builder.checkpoint import TensorRef
 from builder.errors import Refused
+from builder.quant.declaration import UNQUANTIZED, Declaration, Section
+from builder.quant.names import Names
 from builder.quant.tensors import Nvfp4
 
-FORMATS = {"nvfp4-pack-quantized": "nvfp4", "float-quantized": "fp8", "naive-quantized": "fp8"}
+FORMATS = {
+    "nvfp4-pack-quantized": "nvfp4",
+    "mxfp4-pack-quantized": "mxfp4",
+    "float-quantized": "fp8",
+    "naive-quantized": "fp8",
+    "mxfp8-quantized": "mxfp8",
+    "dense": UNQUANTIZED,
+}
+MIXED = "mixed-precision"
+LINEAR_CLASSES = ("Linear", "LinearBase")
+REFUSED = {
+    "transform_config": "rotations of weights and inputs",
+    "sparsity_config": "a sparse layout",
+    "moe_sparsity_config": "sparse experts",
+}
+"""Keys that change what is stored or computed in ways this version does not carry."""
 
 
 def nvfp4(tensors: Mapping[str, TensorRef]) -> Nvfp4:
@@ -25,36 +44,93 @@ def nvfp4(tensors: Mapping[str, TensorRef]) -> Nvfp4:
     )
 
 
-def declared_formats(section: Mapping[str, Any], modules: Iterable[str]) -> dict[str, str]:
-    """Module to format for every module that a config group targets and the ignore list does not name.
+def declared(section: Section, names: Names) -> Declaration | None:
+    """What a section says of every linear module, or None where it names no format. Raises Refused."""
+    _refuse_transforms(section)
+    targets = _targets(section)
+    if not targets:
+        return None
+    formats = dict.fromkeys(names.linears, UNQUANTIZED)
+    stale: list[str] = []
+    for key, target in reversed(targets):  # the most specific one has the last word
+        found = _matched(key, target, names)
+        formats.update(dict.fromkeys(found or (), targets[key, target]))
+        if found is None:
+            stale.insert(0, target)
+    for entry in section.names("ignore"):
+        found = _matched(section.key("ignore"), entry, names)
+        formats.update(dict.fromkeys(found or (), UNQUANTIZED))
+        if found is None:
+            stale.append(entry)
+    return Declaration(section.where, formats, tuple(dict.fromkeys(stale)))
 
-    A target is a class name (`Linear`), an exact module name, or `re:` and a pattern matched from the start.
+
+def _targets(section: Section) -> dict[tuple[str, str], str]:
+    """Key and target to kind, the most specific first: exact names, then patterns, then classes (match_targets).
+
+    The same target in two groups has the later one's format. Without groups the outer format is every module's.
     """
-    groups = section.get("config_groups") or {}
-    ignore = section.get("ignore") or []
-    declared: dict[str, str] = {}
-    for module in modules:
-        if any(_matches(entry, module) for entry in ignore):
-            continue
-        for group in groups.values():
-            if any(_matches(target, module) for target in group.get("targets") or []):
-                written = group.get("format") or section.get("format")
-                declared[module] = FORMATS.get(str(written), str(written))
-                break
-    return declared
+    groups = section.sections("config_groups")
+    written = section.text("format")
+    if not groups:
+        silent = written is None or written == MIXED
+        return {} if silent else {(section.key("format"), "Linear"): FORMATS.get(str(written), str(written))}
+    kinds: dict[str, tuple[str, str]] = {}
+    for group in groups.values():
+        kind = _kind(group, written)
+        kinds.update({target: (group.key("targets"), kind) for target in group.names("targets")})
+    ordered = sorted(kinds, key=lambda target: (_is_class(target), target.startswith("re:"), target))
+    return {(kinds[target][0], target): kinds[target][1] for target in ordered}
 
 
-def _matches(entry: str, module: str) -> bool:
-    if entry == "Linear":
-        return True
+def _kind(group: Section, outer: str | None) -> str:
+    """A group's own format; older files leave it to the outer one, and some to what they say of the weights."""
+    weights = group.section("weights")
+    if weights is not None and weights.text("type") == "int":
+        return "int"
+    written = group.text("format") or outer
+    if written is not None and written != MIXED:
+        return FORMATS.get(written, written)
+    if weights is None:
+        return UNQUANTIZED  # only activations
+    return _kind_of_weights(weights.values)
+
+
+def _kind_of_weights(weights: Mapping[str, Any]) -> str:
+    """ModelOpt writes groups without a format, too. Blocks of 32 have the shared exponents of MX formats."""
+    kinds = {(4, True): "mxfp4", (4, False): "nvfp4", (8, True): "mxfp8", (8, False): "fp8"}
+    bits = weights.get("num_bits")
+    known = bits if isinstance(bits, int) else 0
+    return kinds.get((known, weights.get("group_size") == 32), "an unnamed format")
+
+
+def _matched(key: str, entry: str, names: Names) -> tuple[str, ...] | None:
+    """The linear modules that a target or an ignore entry means; None where it means nothing in the checkpoint."""
     if entry.startswith("re:"):
-        try:
-            return re.match(entry[3:], module) is not None
-        except re.error as error:
-            raise Refused(
-                f"config.json quantization_config {entry!r}",
-                expected="a regular expression",
-                found=str(error),
-                remedy="mend it",
-            ) from None
-    return entry == module
+        return names.regex(key, entry.removeprefix("re:"))
+    if _is_class(entry):
+        return names.linears if entry in LINEAR_CLASSES else ()
+    return names.exactly(entry)
+
+
+def _is_class(entry: str) -> bool:
+    """Names of modules are lower case; a class that is no linear one concerns nothing we compare."""
+    return entry[:1].isupper() and entry.isidentifier()
+
+
+def _refuse_transforms(section: Section) -> None:
+    for key, what in REFUSED.items():
+        part = section.section(key)
+        if part is None or _is_empty(part.values) or part.values.get("format") == "dense":
+            continue
+        raise Refused(
+            section.key(key),
+            expected="nothing",
+            found=f"{what} ({', '.join(part.values)})",
+            remedy="this variant is not supported; compress the model again without it",
+        )
+
+
+def _is_empty(values: Mapping[str, Any]) -> bool:
+    """Also {"config_groups": {}}, which is what an empty one becomes when it is written out."""
+    return not any(values.values())

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from builder.checkpoint import TensorRef
 from builder.errors import Refused
-from builder.quant.linear import FLOAT_DTYPES, check_scales, read_linear
+from builder.quant.linear import FLOAT_DTYPES, read_linear
+from builder.quant.scales import check_scales
 from builder.quant.tensors import QuantTensor
 
-ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale")
-"""Tensors that quantize activations or the KV cache: known and counted, never emitted."""
+ACTIVATION_SCALES = ("input_scale", "input_global_scale")
+KV_SCALES = ("k_scale", "v_scale")
+"""Tensors that quantize activations and the KV cache: known and counted, never emitted."""
 
 
 @dataclass(frozen=True)
@@ -19,21 +21,23 @@ class ModuleTensors:
     """The checkpoint under a dotted prefix ("" or "model.layers.3."), and a record of what was taken from it.
 
     by_module: tensors by module name and last name part. All views of one checkpoint share the records: `linears`
-    (module name to QuantTensor) and `used` (tensor names).
+    (module name to QuantTensor) and `used` (tensor names). read_values: scales are read and checked; without it
+    nothing but headers is.
     """
 
     by_module: Mapping[str, Mapping[str, TensorRef]]
     prefix: str = ""
     linears: dict[str, QuantTensor] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    read_values: bool = True
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorRef]) -> ModuleTensors:
+    def of(cls, tensors: Mapping[str, TensorRef], *, read_values: bool = True) -> ModuleTensors:
         by_module: dict[str, dict[str, TensorRef]] = {}
         for name, ref in tensors.items():
             module, _, leaf = name.rpartition(".")
             by_module.setdefault(module, {})[leaf] = ref
-        return cls(by_module)
+        return cls(by_module, read_values=read_values)
 
     def sub(self, name: str) -> ModuleTensors:
         """The view of a child module; `name` may be dotted."""
@@ -64,11 +68,12 @@ class ModuleTensors:
         module = f"{self.prefix}{name}"
         own = self.by_module.get(module, {})
         quantized = read_linear(module, own, (out_features, in_features))
-        check_scales(quantized)
+        if self.read_values:
+            quantized = check_scales(quantized)
         self.linears[module] = quantized
         self.used.update(ref.name for ref in quantized.refs)
-        self.used.update(own[leaf].name for leaf in ACTIVATION_SCALES if leaf in own)
-        stray = sorted(ref.name for ref in own.values() if ref.name not in self.used)
+        known = {ref.name for ref in quantized.refs} | {f"{module}.{leaf}" for leaf in (*ACTIVATION_SCALES, *KV_SCALES)}
+        stray = sorted(ref.name for ref in own.values() if ref.name not in known)
         if stray:
             raise Refused(
                 f"tensor {stray[0]}",

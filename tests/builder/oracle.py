@@ -31,9 +31,11 @@ class Raw:
         return np.frombuffer(self.data, np.uint8).reshape(self.shape)
 
     def values(self) -> NDArray[np.float64]:
-        """The numbers of a float tensor."""
+        """The numbers of a float tensor, or of one of exponents."""
         if self.dtype == "F8_E4M3":
             return e4m3(self.bytes_array())
+        if self.dtype in ("U8", "F8_E8M0"):
+            return e8m0(self.bytes_array())
         if self.dtype == "BF16":  # the upper half of a float32
             return (
                 (np.frombuffer(self.data, np.uint16).astype(np.uint32) << 16)
@@ -56,6 +58,11 @@ def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
     return np.where(codes < 128, values, -values)
 
 
+def e8m0(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """2 ** (code - 127), and 255 is NaN. Source: OCP Microscaling Formats v1.0."""
+    return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
+
+
 def e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float64]:
     """[N, K / 2] bytes to [N, K] values, written as the plainest loop there is."""
     rows = [[value for byte in row for value in (E2M1[byte % 16], E2M1[byte // 16])] for row in packed.tolist()]
@@ -75,19 +82,39 @@ def read_checkpoint(folder: Path) -> dict[str, Raw]:
 
 
 def weight(tensors: dict[str, Raw], module: str) -> NDArray[np.float64]:
-    """The dequantized weight [N, K] of a linear module in float64, whichever of the two dialects stored it."""
+    """The dequantized weight [N, K] of a linear module in float64, whoever stored it in whatever format."""
     own = {name.rpartition(".")[2]: raw for name, raw in tensors.items() if name.rpartition(".")[0] == module}
-    if "weight_packed" in own:
-        return _nvfp4(own["weight_packed"], own["weight_scale"], 1 / own["weight_global_scale"].values().reshape(()))
-    if "weight_scale_2" in own:
-        return _nvfp4(own["weight"], own["weight_scale"], own["weight_scale_2"].values().reshape(()))
-    if "weight_scale" in own:
-        return own["weight"].values() * own["weight_scale"].values().reshape(-1, 1)
-    return own["weight"].values()
+    return linear(own)
 
 
-def _nvfp4(packed: Raw, block_scale: Raw, multiplier: NDArray[np.float64]) -> NDArray[np.float64]:
-    return e2m1(packed.bytes_array()) * np.repeat(block_scale.values(), 16, axis=1) * multiplier
+def linear(own: dict[str, Raw]) -> NDArray[np.float64]:
+    """The same from the module's own tensors by last name part."""
+    packed = own["weight_packed"] if "weight_packed" in own else own["weight"]
+    scale = own["weight_scale_inv"] if "weight_scale_inv" in own else own.get("weight_scale")
+    if scale is None:
+        return packed.values()
+    if packed.dtype == "U8":
+        codes, columns = e2m1(packed.bytes_array()), 2 * packed.shape[1]
+        values = codes * np.repeat(scale.values(), columns // scale.shape[1], axis=1)
+        if "weight_global_scale" in own:
+            return values * (1 / own["weight_global_scale"].values().reshape(()))
+        return values * own["weight_scale_2"].values().reshape(()) if "weight_scale_2" in own else values
+    return packed.values() * _fp8_scale(packed, scale)
+
+
+def _fp8_scale(weight: Raw, scale: Raw) -> NDArray[np.float64]:
+    """The scale of every weight [N, K], looked up by the weight's own indices."""
+    rows, columns = np.indices(weight.shape)
+    stored = scale.values()
+    if stored.size == 1:
+        return np.full(weight.shape, stored.reshape(()))
+    if scale.dtype in ("U8", "F8_E8M0") and scale.shape == (weight.shape[0], weight.shape[1] // 32):
+        return stored[rows, columns // 32]
+    if stored.ndim == 4:
+        return stored[rows // 128, 0, columns // 128, 0]
+    if stored.size != weight.shape[0]:
+        return stored[rows // 128, columns // 128]
+    return stored.reshape(-1)[rows]
 
 
 def graph(package: Path, file: str = "model.onnx") -> onnx.GraphProto:
@@ -99,6 +126,25 @@ def initializer(package: Path, name: str, file: str = "model.onnx") -> NDArray[A
     """The value of an initializer, read by onnx from the package's data file."""
     tensor = next(tensor for tensor in graph(package, file).initializer if tensor.name == name)
     return onnx.numpy_helper.to_array(tensor, str(package))
+
+
+def packaged_weights(package: Path, file: str = "model.onnx") -> dict[str, NDArray[np.float64]]:
+    """What the quantized initializers of a package mean, by module, after the ops' documentation."""
+    own = graph(package, file)
+    tensors = {tensor.name: tensor for tensor in own.initializer}
+    found: dict[str, NDArray[np.float64]] = {}
+    for node in own.node:
+        if node.op_type not in ("MatMulBlockQuantizedFp8Weight", "MatMulBlockQuantizedFp4Weight"):
+            continue
+        codes, *scales = (onnx.numpy_helper.to_array(tensors[name], str(package)) for name in node.input[1:])
+        (block,) = (attribute.i for attribute in node.attribute if attribute.name == "block_size")
+        if node.op_type == "MatMulBlockQuantizedFp8Weight":
+            values, scale = e4m3(codes.view(np.uint8)), scales[0].astype(np.float64)
+        else:
+            values, scale = e2m1(codes), e4m3(scales[0]) * scales[1].astype(np.float64)
+        module = node.input[1].rpartition(".")[0]
+        found[module] = values * np.repeat(scale, block, axis=1)[:, : values.shape[1]]
+    return found
 
 
 def dims(value: onnx.ValueInfoProto) -> list[int | str | None]:

@@ -75,7 +75,7 @@ def test_an_absent_head_is_a_warning_or_refused(tiny: TinyFactory, tmp_path: Pat
     folder = tiny("modelopt", Tiny(mtp=False))
     report = builder.export(folder, tmp_path / "auto")
     assert report.graphs["mtp"] is None and not (tmp_path / "auto" / "mtp.onnx").exists()
-    assert report.warnings == ["config.json promises an MTP head but no mtp.* tensor is there: exported without a head"]
+    assert report.warnings == ["exported without an MTP head: config.json promises one but no mtp.* tensor is there"]
     with pytest.raises(Refused, match=r"tensor mtp\.fc\.weight: .*--mtp require.*--mtp auto"):
         builder.export(folder, tmp_path / "required", ExportOptions(mtp="require"))
     assert not (tmp_path / "required").exists()
@@ -105,7 +105,7 @@ def test_half_a_head_is_refused_by_its_missing_tensor(
     tiny: TinyFactory, tmp_path: Path, missing: str, mtp: str
 ) -> None:
     folder = tiny("modelopt", edit=drop(missing))  # type: ignore[arg-type]
-    with pytest.raises(Refused, match=f"tensor {missing}: "):
+    with pytest.raises(Refused, match=f"MTP head: expected all of it, found half of it, without {missing}; "):
         builder.export(folder, tmp_path / "out", ExportOptions(mtp=mtp))  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
@@ -170,9 +170,12 @@ def test_weights_of_quantized_ops_are_never_narrowed(tiny: TinyFactory, tmp_path
 
 def test_vision_tensors_are_skipped_and_counted(real_checkpoint: Path, tmp_path: Path) -> None:
     report = builder.export(real_checkpoint, tmp_path / "out")
-    vision = sum(".visual." in name for name in oracle.read_checkpoint(real_checkpoint))
+    names = list(oracle.read_checkpoint(real_checkpoint))
+    vision = sum(".visual." in name for name in names)
+    inputs = sum(name.endswith((".input_scale", ".input_global_scale")) for name in names)
     assert vision == (33 if real_checkpoint.name.endswith("_vl") else 0)
-    assert report.skipped_tensors == {"vision": vision, "unclaimed": 0}
+    others = {"kv_scales": 0, "mtp": 0, "unclaimed": 0}
+    assert report.skipped_tensors == {"vision": vision, "activation_scales": inputs, **others}
     assert report.warnings == []
     names = {tensor.name for tensor in oracle.graph(tmp_path / "out").initializer}
     assert not any("visual" in name for name in names)
@@ -249,7 +252,7 @@ print(json.dumps([sorted(before), sorted(sys.modules)]))
 
 
 def test_the_api_is_what_the_package_names() -> None:
-    assert sorted(builder.__all__) == ["ExportOptions", "ExportReport", "export", "inspect"]
+    assert sorted(builder.__all__) == ["ExportOptions", "ExportReport", "export", "inspect", "plan"]
     for name in builder.__all__:
         assert getattr(builder, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'missing'"):

@@ -322,6 +322,7 @@ def test_the_report_counts_what_the_files_hold(trained_checkpoint: Path, tmp_pat
             "nodes": len(graph.node),
             "matmuls": {kind: counts[op] for kind, op in GEMM_OPS.items()},
             "layers": {"full_attention": counts["PagedAttention"], "linear_attention": counts["GatedDeltaNet"]},
+            "dequantized": {},
         }
 
 

@@ -7,16 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-from builder.checkpoint import Checkpoint
-from builder.exporter import read_source
+from builder.checkpoint import Checkpoint, read_header
+from builder.quant.modules import ModuleTensors
 from builder.quant.tensors import Fp8, Nvfp4, dequantize
-from fixtures import CHECKPOINTS
+from builder.source import read_source
+from fixtures import CHECKPOINTS, writer
 
 pytestmark = pytest.mark.reference
 
-PRESETS = {"nvfp4": "NVFP4", "fp8": "FP8_DYNAMIC"}
-FOLDERS = ["ct_mixed_dense_vl", "llmc_nvfp4_dense_vl", "trained_mixed_dense_text"]
+FOLDERS = {
+    "ct_mixed_dense_vl": {"fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4"},
+    "trained_mixed_dense_text": {"fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4"},
+    "ct_fp8block_dense_text": {"fp8": "FP8_BLOCK"},
+}
+"""The preset of each kind of module in a checkpoint."""
+WRITTEN: list[tuple[writer.Kind, str]] = [("fp8 block", "FP8_BLOCK"), ("mxfp8", "MXFP8"), ("mxfp4", "MXFP4")]
 
 
 def quantized_modules(folder: Path) -> Iterator[tuple[str, Nvfp4 | Fp8]]:
@@ -33,7 +41,7 @@ def test_dequantize_is_compressed_tensors_formula(folder: str) -> None:
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.lifecycle.forward import dequantize as reference
 
-    schemes = {kind: preset_name_to_scheme(name, ["Linear"]) for kind, name in PRESETS.items()}
+    schemes = {kind: preset_name_to_scheme(name, ["Linear"]) for kind, name in FOLDERS[folder].items()}
 
     seen = set()
     arguments = {kind: scheme.weights for kind, scheme in schemes.items()}
@@ -51,4 +59,28 @@ def test_dequantize_is_compressed_tensors_formula(folder: str) -> None:
             expected = reference(values, scale, None, arguments[module.kind], torch.float32)
         np.testing.assert_allclose(dequantize(module), expected.float().numpy(), rtol=1e-6, atol=0, err_msg=name)
         seen.add(module.kind)
-    assert "nvfp4" in seen
+    assert seen == set(FOLDERS[folder])
+
+
+@pytest.mark.parametrize("shape", [(300, 320), (128, 256)], ids=str)
+@pytest.mark.parametrize(("kind", "preset"), WRITTEN)
+def test_decompress_gives_the_same_weight(
+    tmp_path: Path, kind: writer.Kind, preset: str, shape: tuple[int, int]
+) -> None:
+    """Their compressors, whole: scales are powers of two, so nothing is lost in the bfloat16 they answer in."""
+    import torch
+    from compressed_tensors.compressors import MXFP4PackedCompressor, MXFP8QuantizationCompressor
+    from compressed_tensors.compressors import NaiveQuantizationCompressor as Naive
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    stored = writer.quantize(
+        np.random.default_rng(0).standard_normal(shape).astype(np.float32), kind, "compressed-tensors"
+    )
+    save_file({f"m.{leaf}": array for leaf, array in stored.items()}, tmp_path / "m.safetensors")
+    ours = ModuleTensors.of(read_header(tmp_path / "m.safetensors")).linear("m", *shape)
+    compressor = {"mxfp4": MXFP4PackedCompressor, "mxfp8": MXFP8QuantizationCompressor, "fp8": Naive}[ours.kind]
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        state = {name.removeprefix("m."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    theirs = compressor.decompress(state, preset_name_to_scheme(preset, ["Linear"]))["weight"]
+    assert theirs.dtype == torch.bfloat16
+    np.testing.assert_array_equal(dequantize(ours), theirs.float().numpy())

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import builder
-from fixtures import CHECKPOINTS
+from fixtures import CHECKPOINTS, TRAINED
 from runtime import EngineOptions, load
 from runtime.loading import LoadedPackage
 from runtime.recording import dump
@@ -47,7 +47,7 @@ def check_checkpoint(checkpoint: Path, work: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["ct_mixed_dense_vl", "mo_mixed_dense_vl", "mo_nvfp4_dense_text", "mo_fp8_dense_vl", "llmc_nvfp4_dense_vl"],
+    sorted(path.name for path in CHECKPOINTS.iterdir() if path != TRAINED),
 )
 def test_real_checkpoint(name: str, tmp_path: Path) -> None:
     check_checkpoint(CHECKPOINTS / name, tmp_path)

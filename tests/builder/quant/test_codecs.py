@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
+import pytest
 
 from builder.quant import codecs
 from tests.builder import oracle
@@ -30,17 +32,60 @@ def test_every_byte_unpacks_as_the_loop_does() -> None:
     assert np.array_equal(np.signbit(values), np.signbit(expected))
 
 
-def test_nan_and_negative_e4m3_are_found_in_every_byte() -> None:
-    for byte in range(256):
-        scale = np.zeros((3, 2), np.uint8)
-        scale[1, 1] = byte
-        value = oracle.e4m3(np.array([byte], np.uint8))[0]
-        assert codecs.first_nan_e4m3(scale) == ((1, 1) if np.isnan(value) else None), byte
-        if not np.isnan(value):
-            assert codecs.first_negative_e4m3(scale) == ((1, 1) if value < 0 else None), byte
+BYTES = np.arange(256, dtype=np.uint8)
+
+
+def test_every_e4m3_byte_has_its_value() -> None:
+    assert np.array_equal(codecs.decode_e4m3(BYTES), oracle.e4m3(BYTES), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, ml_dtypes.float8_e8m0fnu], ids=["U8", "F8_E8M0"])
+def test_every_exponent_has_its_power_of_two(dtype: type) -> None:
+    """The smallest, 2 ** -127, is a subnormal of float32 and not zero; 255 alone is NaN."""
+    values = codecs.decode_scale(BYTES.view(dtype))
+    assert values.dtype == np.float32
+    assert values[0] > 0 and values[127] == 1 and values[254] == 2.0**127
+    assert np.array_equal(values, oracle.e8m0(BYTES), equal_nan=True)
+    assert np.isnan(values).nonzero()[0].tolist() == [255]
+
+
+def test_scales_that_are_floats_are_only_widened() -> None:
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        scale = np.array([[0.3, 127.0], [2.0**-14, 1e4]]).astype(dtype)
+        assert np.array_equal(codecs.decode_scale(scale), scale.astype(np.float64))
+
+
+def test_nan_is_clamped_and_nothing_else_changes() -> None:
+    clamped = codecs.clamp_e4m3_nan(BYTES)
+    assert np.isnan(oracle.e4m3(BYTES)).nonzero()[0].tolist() == [0x7F, 0xFF]
+    assert oracle.e4m3(clamped[[0x7F, 0xFF]]).tolist() == [448.0, 448.0]
+    assert np.delete(clamped, [0x7F, 0xFF]).tolist() == np.delete(BYTES, [0x7F, 0xFF]).tolist()
+
+
+def test_the_powers_of_two_of_e4m3_are_all_there_are() -> None:
+    """Of the 127 positive numbers, those whose significand is one half."""
+    positive = oracle.e4m3(BYTES[1:0x7F])
+    powers = [int(np.log2(value)) for value in positive if np.frexp(value)[0] == 0.5]
+    assert powers == list(codecs.E4M3_POWERS)
+    encoded = codecs.encode_e4m3_powers(np.array(powers))
+    assert encoded.dtype == np.uint8 and oracle.e4m3(encoded).tolist() == [2.0**power for power in powers]
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_zero_blocks_hold_zeros_of_either_sign(block_size: int) -> None:
+    """Every code at every place of the middle block of three."""
+    for column in range(block_size):
+        for code in range(16):
+            packed = np.full((2, 3 * block_size // 2), 0x99, np.uint8)
+            packed[1, block_size // 2 : block_size] = np.resize([0x08, 0x80, 0x88, 0x00], block_size // 2)
+            byte, shift = divmod(block_size + column, 2)
+            packed[1, byte] = packed[1, byte] & (0xF0 >> 4 * shift) | code << 4 * shift
+            middle = oracle.e2m1(packed)[1, block_size : 2 * block_size]
+            assert codecs.zero_blocks(packed, block_size).tolist() == [[False] * 3, [False, not middle.any(), False]]
 
 
 def test_the_first_bad_scale_is_the_one_named() -> None:
-    scale = np.zeros((4, 4), np.uint8)
-    scale[3, 0] = scale[2, 3] = 0xFF
-    assert codecs.first_nan_e4m3(scale) == (2, 3)
+    bad = np.zeros((4, 4), np.bool_)
+    assert codecs.first(bad) is None
+    bad[3, 0] = bad[2, 3] = True
+    assert codecs.first(bad) == (2, 3)

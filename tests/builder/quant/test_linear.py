@@ -11,8 +11,9 @@ import pytest
 import builder
 from builder.checkpoint import Checkpoint
 from builder.errors import Refused
-from builder.exporter import read_source
-from fixtures.writer import BF16, E4M3, Config, Dialect, Edit, Tensors, Tiny
+from builder.quant.tensors import dequantize
+from builder.source import read_source
+from fixtures.writer import BF16, E4M3, Config, Dialect, Edit, Kind, Tensors, Tiny
 from tests.builder import oracle
 from tests.conftest import TinyFactory
 
@@ -93,15 +94,25 @@ def test_a_zero_block_scale_is_a_zero_block(tiny: TinyFactory) -> None:
 @pytest.mark.parametrize(
     ("name", "array", "expected"),
     [
-        # Half the width: what comes out when the packed width is taken for K.
-        (f"{GATE}.weight_scale", np.ones((96, 2), E4M3), "F8_E4M3 [96, 4], found F8_E4M3 [96, 2]"),
-        (f"{GATE}.weight_scale", np.ones((96, 4), np.uint8), "F8_E4M3 [96, 4], found U8 [96, 4]"),
+        # A quarter of the width; half of it is a block of 32.
+        (f"{GATE}.weight_scale", np.ones((96, 1), E4M3), "F8_E4M3 [96, 4], found F8_E4M3 [96, 1]"),
+        (f"{GATE}.weight_scale", np.ones((96, 3), E4M3), "F8_E4M3 [96, 4], found F8_E4M3 [96, 3]"),
+        (f"{GATE}.weight_scale", np.ones((96, 8), E4M3), "F8_E4M3 [96, 4], found F8_E4M3 [96, 8]"),
+        (f"{GATE}.weight_scale", np.ones((96, 4), np.uint8), "U8 or F8_E8M0 [96, 2], found U8 [96, 4]"),
+        (f"{GATE}.weight_scale", np.ones((96, 4), np.float32), "F8_E4M3 [96, 4], found F32 [96, 4]"),
         (f"{GATE}.weight_scale_2", np.ones(2, np.float32), "F32 [] or [1], found F32 [2]"),
         (f"{GATE}.weight_scale_2", np.ones((), BF16), "F32 [] or [1], found BF16 []"),
         (f"{GATE}.weight", np.ones((96, 64), np.uint8), "U8 [96, 32], found U8 [96, 64]"),
         (f"{QUERY}.weight_scale", np.ones((2, 1), np.float32), "found F32 [2, 1]"),
         (f"{QUERY}.weight_scale", np.ones((1, 128), np.float32), "found F32 [1, 128]"),
-        (f"{QUERY}.weight_scale", np.ones((), np.uint8), "BF16 or F16 or F32"),
+        (f"{QUERY}.weight_scale", np.ones((1, 1, 2, 1), np.float32), "found F32 [1, 1, 2, 1]"),
+        (f"{QUERY}.weight_scale", np.ones((128, 2), np.float32), "BF16 or F16 or F32 [1, 1]"),
+        (f"{QUERY}.weight_scale", np.ones((), np.int8), "BF16 or F16 or F32"),
+        # Exponents stand for blocks: one for a row is MXFP8 that lost the others.
+        (f"{QUERY}.weight_scale", np.ones((), np.uint8), "[128, 2], found U8 []"),
+        (f"{QUERY}.weight_scale", np.ones((128,), np.uint8), "[128, 2], found U8 [128]"),
+        (f"{QUERY}.weight_scale", np.ones((128, 1), np.uint8), "[128, 2], found U8 [128, 1]"),
+        (f"{QUERY}.weight_scale", np.ones((128, 3), np.uint8), "[128, 2], found U8 [128, 3]"),
         (f"{QUERY}.weight", np.ones((64, 128), E4M3), "F8_E4M3 [128, 64], found F8_E4M3 [64, 128]"),
         (f"{DECAY}.weight", np.ones((4, 32), BF16), "[4, 64], found BF16 [4, 32]"),
         (f"{DECAY}.weight", np.ones((4, 64), np.int8), "BF16 or F16 or F32 [4, 64], found I8 [4, 64]"),
@@ -137,15 +148,16 @@ def test_a_missing_tensor_is_named(tiny: TinyFactory, dialect: Dialect, name: st
     assert f"tensor {name}: " in message
 
 
-def test_packed_rows_that_end_in_the_middle_of_a_block_are_refused(tiny: TinyFactory) -> None:
+@pytest.mark.parametrize("blocks", [3, 4])
+def test_packed_rows_that_end_in_the_middle_of_a_block_are_refused(tiny: TinyFactory, blocks: int) -> None:
     def edit(tensors: Tensors, config: Config) -> None:
-        config["intermediate_size"] = 60
+        config["intermediate_size"] = 60  # of which a row of scales has four, or three where it was rounded down
         for part in ("gate", "up"):
             module = f"model.layers.0.mlp.{part}_proj"
             tensors[f"{module}.weight"] = tensors[f"{module}.weight"][:60].copy()
             tensors[f"{module}.weight_scale"] = tensors[f"{module}.weight_scale"][:60].copy()
         tensors["model.layers.0.mlp.down_proj.weight"] = np.zeros((64, 30), np.uint8)
-        tensors["model.layers.0.mlp.down_proj.weight_scale"] = np.ones((64, 4), E4M3)
+        tensors["model.layers.0.mlp.down_proj.weight_scale"] = np.ones((64, blocks), E4M3)
 
     message = refusal(tiny("modelopt", edit=edit))
     assert "tensor model.layers.0.mlp.down_proj.weight: expected a multiple of 16 columns, found 60" in message
@@ -157,12 +169,71 @@ def test_weights_that_need_their_input_transformed_are_refused(tiny: TinyFactory
     assert f"tensor {GATE}.{leaf}: " in message
 
 
-def test_a_block_scaled_fp8_weight_is_refused_by_its_missing_scale(tiny: TinyFactory) -> None:
-    def edit(tensors: Tensors, config: Config) -> None:
-        del tensors[f"{QUERY}.weight_scale"]
-        tensors[f"{QUERY}.weight_scale_inv"] = np.ones((1, 1), np.float32)
+@pytest.mark.parametrize(
+    ("kind", "leaf"),
+    [
+        ("fp8", "weight_scale_2"),
+        ("fp8", "weight_shape"),
+        ("mxfp8", "weight_global_scale"),
+        ("nvfp4", "weight_scale_inv"),
+        ("nvfp4", "weight_global_scale"),
+        ("mxfp4", "weight_scale_2"),
+        ("float", "weight_scale"),
+    ],
+)
+def test_a_tensor_beside_a_weight_that_cannot_belong_there_is_refused(tiny: TinyFactory, kind: Kind, leaf: str) -> None:
+    """A second scale that went unread would leave every weight off by it."""
+    message = refusal(tiny("modelopt", Tiny(projections=kind), replacing(f"{QUERY}.{leaf}", np.ones(1, np.float32))))
+    assert f"tensor {QUERY}.{leaf}: expected no such tensor beside a {kind} weight, found one" in message
 
-    assert f"tensor {QUERY}.weight_scale: " in refusal(tiny("modelopt", edit=edit))
+
+def test_a_packed_and_a_plain_weight_of_one_module_are_refused(tiny: TinyFactory) -> None:
+    edit = replacing(f"{GATE}.weight", np.ones((96, 64), BF16))
+    assert f"tensor {GATE}.weight: expected no such tensor" in refusal(tiny("compressed-tensors", edit=edit))
+
+
+def test_two_scales_of_one_weight_are_refused(tiny: TinyFactory) -> None:
+    message = refusal(tiny("modelopt", edit=replacing(f"{QUERY}.weight_scale_inv", np.ones((1, 1), np.float32))))
+    assert f"tensor {QUERY}.weight_scale_inv: expected one scale, found weight_scale as well" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "expected"),
+    [
+        ("weight_scale", np.ones((128, 3), np.uint8), "[128, 2], found U8 [128, 3]"),
+        ("weight_scale", np.ones((128, 2), E4M3), "found F8_E4M3 [128, 2]"),
+        ("weight", np.ones((128, 64), np.uint8), "U8 [128, 32], found U8 [128, 64]"),
+    ],
+)
+def test_a_wrong_shape_of_mxfp4_is_refused(tiny: TinyFactory, name: str, array: np.ndarray, expected: str) -> None:
+    """E4M3 scales without a global one are no format at all."""
+    folder = tiny("modelopt", Tiny(projections="mxfp4"), replacing(f"{QUERY}.{name}", array))
+    message = refusal(folder)
+    if array.dtype == E4M3:
+        assert f"tensor {QUERY}.weight_scale_2: " in message
+    else:
+        assert f"tensor {QUERY}.{name}: " in message and expected in message
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("dtype", [np.uint8, ml_dtypes.float8_e8m0fnu], ids=["U8", "F8_E8M0"])
+def test_exponent_255_is_refused_by_row_and_block_and_0_is_legal(tiny: TinyFactory, kind: Kind, dtype: type) -> None:
+    name = f"{QUERY}.weight_scale"
+
+    def edit(exponent: int) -> Edit:
+        def change(tensors: Tensors, config: Config) -> None:
+            tensors[name][41, 1] = exponent
+            tensors[name] = tensors[name].view(dtype)
+
+        return change
+
+    message = refusal(tiny("modelopt", Tiny(projections=kind), edit(255)))
+    assert f"tensor {name} at [41, 1]: expected a finite scale above 0, found nan" in message
+    folder = tiny("modelopt", Tiny(projections=kind), edit(0))
+    linears = read_source(Checkpoint(folder), "auto").linears
+    expected = oracle.weight(oracle.read_checkpoint(folder), QUERY)
+    assert np.array_equal(dequantize(linears[QUERY]), expected.astype(np.float32))
+    assert 0 < np.abs(expected[41, 32:]).max() < 2.0**-100
 
 
 def test_the_bytes_decide_and_the_method_name_does_not(tiny: TinyFactory) -> None:
@@ -212,15 +283,23 @@ def test_any_linear_may_be_quantized(tiny: TinyFactory) -> None:
 def test_activation_scales_are_claimed_and_nothing_is_left_over(tiny: TinyFactory, real_checkpoint: Path) -> None:
     for folder in (tiny("modelopt"), tiny("compressed-tensors"), real_checkpoint):
         source = read_source(Checkpoint(folder), "auto")
-        vision = [name for name in oracle.read_checkpoint(folder) if "visual" in name]
-        assert source.skipped == {"vision": len(vision), "unclaimed": 0}
+        names = list(oracle.read_checkpoint(folder))
+        inputs = [name for name in names if name.endswith(("input_scale", "input_global_scale"))]
+        vision = [name for name in names if "visual" in name]
+        assert source.skipped_counts == {
+            "vision": len(vision),
+            "activation_scales": len(inputs),
+            "kv_scales": 0,
+            "mtp": 0,
+            "unclaimed": 0,
+        }
         assert source.warnings == []
 
 
 def test_a_tensor_of_no_module_is_reported(tiny: TinyFactory) -> None:
     name = f"{GATE}.weight_quantizer._double_scale"
     source = read_source(Checkpoint(tiny("modelopt", edit=replacing(name, np.ones(3, np.float32)))), "auto")
-    assert source.skipped["unclaimed"] == 1
+    assert source.skipped["unclaimed"] == [name]
     assert source.warnings == [f"1 tensors belong to no module and were left out, the first {name}"]
 
 

@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 
 from builder.checkpoint import Checkpoint, read_header
 from builder.config import parse_config
-from builder.exporter import Source, read_source
 from builder.quant.linear import read_linear
 from builder.quant.tensors import Dense, Fp8, Nvfp4, QuantTensor, dequantize
+from builder.source import Source, read_source
 from fixtures.writer import Tiny
 from tests.builder import oracle
 from tests.conftest import TinyFactory
@@ -42,8 +42,16 @@ def test_real_checkpoints_dequantize_to_the_formula_in_float64(real_checkpoint: 
 
 @pytest.mark.parametrize(
     "options",
-    [Tiny(), Tiny(fp8_per_channel=True, gates="fp8"), Tiny(gates="nvfp4", vision=True, tied=True)],
-    ids=["per tensor", "per channel", "quantized gates"],
+    [
+        Tiny(),
+        Tiny(fp8_per_channel=True, gates="fp8"),
+        Tiny(gates="nvfp4", vision=True, tied=True),
+        Tiny(projections="fp8 block"),
+        Tiny(projections="mxfp8", gates="mxfp8"),
+        Tiny(projections="nvfp4 32"),
+        Tiny(projections="mxfp4", gates="mxfp4"),
+    ],
+    ids=["per tensor", "per channel", "quantized gates", "fp8 block", "mxfp8", "nvfp4 32", "mxfp4"],
 )
 def test_both_dialects_dequantize_bit_identically(tiny: TinyFactory, options: Tiny) -> None:
     modelopt, compressed = tiny("modelopt", options), tiny("compressed-tensors", options)
@@ -51,7 +59,7 @@ def test_both_dialects_dequantize_bit_identically(tiny: TinyFactory, options: Ti
     ours, theirs = source(modelopt).linears, source(compressed).linears
     assert list(ours) == list(theirs)
     kinds = {quantized.kind for quantized in ours.values()}
-    assert kinds == {"float", "fp8", "nvfp4"}
+    assert kinds == ({"float", options.projections.split()[0]} if options.projections else {"float", "fp8", "nvfp4"})
     for module, quantized in ours.items():
         assert quantized.kind == theirs[module].kind
         values = dequantize(quantized)
@@ -94,8 +102,100 @@ def test_fp8_scales_of_every_shape_multiply_their_rows(tmp_path: Path, shape: tu
     assert isinstance(quantized, Fp8)
     rows = np.broadcast_to(scale.astype(np.float64).reshape(-1, 1), (6, 1))
     assert np.array_equal(dequantize(quantized), (oracle.e4m3(codes) * rows).astype(np.float32))
-    channels = quantized.channel_scales(scale)
-    assert channels.dtype == np.float32 and channels.shape == (6, 1) and np.array_equal(channels, rows)
+    per_row = quantized.row_scales(scale)
+    assert per_row.dtype == np.float32 and per_row.shape == (6, 1) and np.array_equal(per_row, rows)
+
+
+def fp8_codes(shape: tuple[int, int]) -> np.ndarray:
+    """E4M3 bytes of either sign, no NaN."""
+    rng = np.random.default_rng(3)
+    return rng.integers(0, 0x7F, shape, np.uint8) | rng.integers(0, 2, shape, np.uint8) << 7
+
+
+BLOCK_SPELLINGS = ["weight_scale", "ModelOpt", "weight_scale_inv"]
+
+
+def spelled(spelling: str, grid: np.ndarray) -> dict[str, np.ndarray]:
+    """Block scales [N / 128, K / 128] as one of the three dialects stores them."""
+    if spelling == "ModelOpt":
+        return {"weight_scale": grid.reshape(grid.shape[0], 1, grid.shape[1], 1)}
+    return {spelling: grid}
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (300, 200), (128, 129), (129, 128), (5, 7), (1, 260), (260, 1)], ids=str)
+@pytest.mark.parametrize("spelling", BLOCK_SPELLINGS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu], ids=["F32", "BF16", "E8"])
+def test_block_scales_multiply_their_blocks(tmp_path: Path, shape: tuple[int, int], spelling: str, dtype: type) -> None:
+    """The last blocks are cut where the matrix ends. weight_scale_inv multiplies, whatever its name says."""
+    codes, blocks = fp8_codes(shape), (-(-shape[0] // 128), -(-shape[1] // 128))
+    grid = np.random.default_rng(4).uniform(1e-3, 8, blocks).astype(dtype)
+    stored = {"weight": codes.view(ml_dtypes.float8_e4m3fn), **spelled(spelling, grid)}
+    quantized = stored_linear(tmp_path, stored, shape)
+    scales = np.kron(grid.astype(np.float64), np.ones((128, 128)))[: shape[0], : shape[1]]
+    values = dequantize(quantized)
+    assert quantized.kind == "fp8" and values.dtype == np.float32
+    assert np.array_equal(values, (oracle.e4m3(codes) * scales).astype(np.float32))
+
+
+def test_one_matrix_in_every_fp8_spelling_is_one_matrix(tmp_path: Path) -> None:
+    """Dropped, or taken for a divisor, the scale would leave weights 200 or 40,000 times off."""
+    codes, scale = fp8_codes((256, 256)), np.float32(0.005)
+    scales: list[dict[str, np.ndarray]] = [{"weight_scale": np.full(s, scale)} for s in [(), (1,), (256,), (256, 1)]]
+    scales += [spelled(spelling, np.full((2, 2), scale)) for spelling in BLOCK_SPELLINGS]
+    expected = (oracle.e4m3(codes) * np.float64(scale)).astype(np.float32)
+    for i, own in enumerate(scales):
+        stored = {"weight": codes.view(ml_dtypes.float8_e4m3fn), **own}
+        assert np.array_equal(dequantize(stored_linear(tmp_path / str(i), stored, (256, 256))), expected), own.keys()
+
+
+EXPONENT_TYPES = pytest.mark.parametrize("dtype", [np.uint8, ml_dtypes.float8_e8m0fnu], ids=["U8", "F8_E8M0"])
+
+
+@EXPONENT_TYPES
+def test_mxfp8_scales_by_powers_of_two_for_32_columns(tmp_path: Path, dtype: type) -> None:
+    """Every exponent that keeps 448 within float32, down to 0, which is 2 ** -127."""
+    codes, exponents = fp8_codes((24, 320)), np.arange(240, dtype=np.uint8).reshape(24, 10)
+    stored = {"weight": codes.view(ml_dtypes.float8_e4m3fn), "weight_scale": exponents.view(dtype)}
+    quantized = stored_linear(tmp_path, stored, (24, 320))
+    expected = (oracle.e4m3(codes) * np.repeat(oracle.e8m0(exponents), 32, axis=1)).astype(np.float32)
+    assert quantized.kind == "mxfp8" and np.array_equal(dequantize(quantized), expected)
+
+
+@EXPONENT_TYPES
+@pytest.mark.parametrize("name", ["weight", "weight_packed"])
+def test_mxfp4_scales_by_powers_of_two_for_32_columns(tmp_path: Path, name: str, dtype: type) -> None:
+    packed = np.random.default_rng(5).integers(0, 256, (25, 160), np.uint8)
+    exponents = np.arange(250, dtype=np.uint8).reshape(25, 10)
+    quantized = stored_linear(tmp_path, {name: packed, "weight_scale": exponents.view(dtype)}, (25, 320))
+    expected = oracle.e2m1(packed) * np.repeat(oracle.e8m0(exponents), 32, axis=1)
+    values = dequantize(quantized)
+    assert quantized.kind == "mxfp4" and values.dtype == np.float32 and np.array_equal(values, expected)
+    assert np.array_equal(np.signbit(values), np.signbit(expected))
+
+
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("divides", [False, True], ids=["multiplier", "divisor"])
+def test_the_width_of_nvfp4_scales_says_the_block_size(tmp_path: Path, size: int, divides: bool) -> None:
+    rng = np.random.default_rng(6)
+    packed = rng.integers(0, 256, (3, 48), np.uint8)
+    blocks = rng.integers(0, 0x7F, (3, 96 // size), np.uint8)
+    names = ("weight_packed", "weight_global_scale") if divides else ("weight", "weight_scale_2")
+    stored = {names[0]: packed, names[1]: np.array([8 if divides else 0.125], np.float32)}
+    quantized = stored_linear(tmp_path, {**stored, "weight_scale": blocks.view(ml_dtypes.float8_e4m3fn)}, (3, 96))
+    assert isinstance(quantized, Nvfp4) and quantized.block_size == size
+    expected = oracle.e2m1(packed) * np.repeat(oracle.e4m3(blocks), size, axis=1) * 0.125
+    assert np.array_equal(dequantize(quantized), expected)
+
+
+def test_the_smallest_scales_lose_no_weight_to_zero(tmp_path: Path) -> None:
+    """2 ** -9 times 2 ** -17: folded in half precision, the product alone would already be 0."""
+    packed = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    blocks = np.full((16, 2), 0x01, np.uint8).view(ml_dtypes.float8_e4m3fn)
+    stored = {"weight": packed, "weight_scale": blocks, "weight_scale_2": np.array(2.0**-17, np.float32)}
+    values = dequantize(stored_linear(tmp_path, stored, (16, 32)))
+    codes = oracle.e2m1(packed)
+    assert np.count_nonzero(values) == np.count_nonzero(codes) == 448
+    assert np.array_equal(values, codes * 2.0**-26)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
