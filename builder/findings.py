@@ -56,7 +56,9 @@ def values_of(ref: TensorRef) -> Iterator[NDArray[np.float64]]:
     flat = replace(ref, shape=(int(np.prod(ref.shape, dtype=np.int64)),))
     for start, stop in row_ranges(flat):
         stored = rows_of(flat, start, stop).read()
-        yield (codecs.decode_scale(stored) if stored.dtype == np.uint8 else stored).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+            values = (codecs.decode_scale(stored) if stored.dtype == np.uint8 else stored).astype(np.float64)
+        yield values
 
 
 # --- rows of zeros, numbers that are none
@@ -381,7 +383,8 @@ def norm_evidence(tensors: Mapping[str, TensorRef]) -> NormEvidence:
         match = NORM_NAME.fullmatch(name)
         if match and len(ref.shape) == 1 and ref.dtype in FIRST_NOT_FINITE and ref.nbytes:
             total = sums.setdefault(f"{match['mtp'] or ''}{match['role']}", [0.0, 0])
-            total[0] += float(sum(values.sum() for values in values_of(ref)))
+            with np.errstate(all="ignore"):  # a sum that is no finite number is shown as such
+                total[0] += float(sum(values.sum() for values in values_of(ref)))
             total[1] += ref.shape[0]
     means = {role: total / count for role, (total, count) in sums.items()}
     shapes = {ref.shape for name, ref in tensors.items() if name.endswith("linear_attn.conv1d.weight")}
@@ -554,8 +557,8 @@ def max_difference(tensor: QuantTensor, other: TensorRef, progress: Progress = s
     """Largest absolute difference of two [N, K] weights in float32, None where it is no finite number."""
     largest = np.float32(0)
     for start, stop in row_ranges(other, multiple=128):  # a multiple of any block's rows
-        there = rows_of(other, start, stop).read().astype(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):  # what is no finite number ends as None
+            there = rows_of(other, start, stop).read().astype(np.float32)
             largest = np.maximum(largest, np.abs(dequantize(_part(tensor, start, stop)) - there).max())
         progress("comparing lm_head with the embedding", stop, other.shape[0])
     return float(largest) if np.isfinite(largest) else None

@@ -73,6 +73,7 @@ def imports(path: Path) -> Iterator[str]:
 # Modules that know something nobody else is to know.
 SECRETS: dict[str, tuple[str, ...]] = {
     "builder.quant.modelopt": ("builder.quant", "tests"),
+    "builder.quant.finegrained_fp8": ("builder.quant", "tests"),
     "builder.quant.compressed_tensors": ("builder.quant", "tests"),
 }
 

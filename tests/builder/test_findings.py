@@ -304,6 +304,29 @@ def test_a_mean_that_is_no_number_is_null(tiny: TinyFactory) -> None:
     assert found["not_finite"] == {"model.norm.weight": 1}
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_kind_are_read_without_a_warning(tiny: TinyFactory) -> None:
+    """Signalling NaN, and infinities of both signs in one sum."""
+
+    def spoil(tensors: Tensors, config: Config) -> None:
+        norm = np.zeros(64, np.float32)
+        norm.view(np.uint32)[:2] = 0x7F800001, 0xFF800001
+        tensors["model.norm.weight"] = norm
+        tensors["mtp.norm.weight"] = np.tile(np.array([np.inf, -np.inf], np.float32), 32)
+        tensors["model.layers.3.self_attn.k_scale"] = norm[:1]
+        tensors["model.layers.3.self_attn.v_scale"] = norm[:2].astype(np.float16)
+        config["tie_word_embeddings"] = True
+        tensors["model.embed_tokens.weight"].view(np.uint16)[0, :2] = 0x7F81, 0xFF81
+        del config["quantization_config"]
+
+    with np.errstate(all="ignore"):
+        folder = tiny(edit=spoil)
+    found = builder.inspect(folder)
+    assert found["norms"]["means"]["norm"] is None and found["norms"]["means"]["mtp.norm"] is None
+    assert found["ties"]["max_difference"] is None and len(found["kv_scales"]["odd"]) == 2
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
 # --- KV scales (case A19)
 
 
@@ -348,6 +371,10 @@ def test_kv_scales_are_found_under_either_spelling(tiny: TinyFactory, names: lis
         (
             kv([*CT_PAIR, "model.layers.0.self_attn.k_scale"]),
             "outside the target's full-attention layers: model.layers.0",
+        ),
+        (
+            kv([*CT_PAIR, f"{ATTENTION}.k_proj.v_scale"]),
+            f"outside the target's full-attention layers: {ATTENTION}.k_proj",
         ),
         (kv([*CT_PAIR, *MODELOPT_PAIR]), "more than one spelling"),
         (kv(CT_PAIR, 0.0), "2 KV scales are not positive finite numbers"),

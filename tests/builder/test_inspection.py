@@ -242,6 +242,12 @@ def test_a_tokenizer_of_any_shape(tiny: TinyFactory, document: object) -> None:
     assert builder.inspect(add_files(tiny(), tokenizer=document))["tokenizer"]["length"] == 0
 
 
+def test_a_token_without_text_ends_nothing(tiny: TinyFactory) -> None:
+    """A tokenizer that names no end, and an added token that has no content, have nothing in common."""
+    found = builder.inspect(add_files(tiny(), tokenizer={"added_tokens": [{"id": 5}]}))
+    assert found["eos_by_file"] == {"config.json": [89]}
+
+
 def test_files_that_are_not_read(tiny: TinyFactory) -> None:
     folder = tiny(edit=lambda _, config: config.update(auto_map={"AutoModel": "evil.Model"}))
     names = list(oracle.read_checkpoint(folder))
@@ -301,6 +307,36 @@ def test_a_package_in_words(trained_package: Path) -> None:
     assert "[num_tokens]" in text and "past.{}.recurrent" in text and "com.microsoft::GatedDeltaNet" in text
     assert "context 4096, drafts 3, batch 100, vocabulary 2048" in text and "IR 10, ai.onnx 21, com.microsoft 1" in text
     assert "…" not in text and text.splitlines()[-1] == "odd: nothing"
+
+
+def test_the_same_name_is_not_the_same_bytes(trained_package: Path, tmp_path: Path) -> None:
+    """An initializer of both graphs is shared where it lies at one place, not where only its name agrees."""
+    folder = tmp_path / "package"
+    shutil.copytree(trained_package, folder)
+    before = builder.inspect(folder)["provenance"]
+    model = onnx.load(folder / "mtp.onnx", load_external_data=False)
+    (moved,) = (tensor for tensor in model.graph.initializer if tensor.name == "lm_head.fp8_weight")
+    next(entry for entry in moved.external_data if entry.key == "offset").value = "0"
+    onnx.save(model, folder / "mtp.onnx")
+    found = builder.inspect(folder)
+    after = found["provenance"]
+    gone = [entry for entry in before["shared_initializers"] if entry not in after["shared_initializers"]]
+    assert [entry["name"] for entry in gone] == ["lm_head.fp8_weight"]
+    assert before["shared_bytes"] - after["shared_bytes"] == gone[0]["length"] == 2048 * 256
+    assert (
+        "lists 1 shared initializers that the graphs do not share, the first lm_head.fp8_weight" in found["warnings"][0]
+    )
+
+
+def test_names_from_a_package_cannot_steer_the_terminal(trained_package: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "package"
+    shutil.copytree(trained_package, folder)
+    model = onnx.load(folder / "mtp.onnx", load_external_data=False)
+    model.producer_name = "\x1b[31mred"
+    model.graph.node[0].domain = "[bold]\x1b[0m"
+    onnx.save(model, folder / "mtp.onnx")
+    text = shown(folder)
+    assert "\x1b" not in text and r"com.microsoft 1; by \x1b[31mred" in text and r"[bold]\x1b[0m::" in text
 
 
 def test_names_from_a_file_cannot_steer_the_terminal(tiny: TinyFactory) -> None:
