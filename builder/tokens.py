@@ -66,6 +66,8 @@ def _tokenizer_eos(checkpoint: Checkpoint, vocab_size: int) -> list[int]:
     """The id of tokenizer_config.json's eos_token, looked up among tokenizer.json's added tokens."""
     token = (checkpoint.json("tokenizer_config.json") or {}).get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        return []  # and not whatever added token has no content either
     added = (checkpoint.json("tokenizer.json") or {}).get("added_tokens") or []
     if not isinstance(added, list):
         raise Refused("tokenizer.json added_tokens", expected="a list", found=added, remedy="mend the file")

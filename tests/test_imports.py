@@ -43,8 +43,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "compressed_tensors": ("tests.reference", "fixtures.trained"),
     "transformers": ("runtime.text", "tests.reference", "fixtures.trained", "fixtures.modelopt"),
     "modelopt": ("fixtures.modelopt",),
-    "click": ("cli", "fixtures.trained", "fixtures.modelopt", "benchmarks", "tests"),
-    "rich": ("cli",),
+    "click": ("cli", "builder.display", "fixtures.trained", "fixtures.modelopt", "benchmarks", "tests"),
+    "rich": ("cli", "builder.display"),
 }
 
 

@@ -136,8 +136,12 @@ class RMSNorm:
 
     def scale(self, graph: Graph) -> Value:
         ref = self.weight
-        plus_one = Computed("plus_one", ref.name, ref.shape, lambda: ref.read().astype(np.float32) + np.float32(1))
-        return graph.io_weight(self.name, plus_one)
+
+        def plus_one() -> NDArray[np.float32]:
+            with np.errstate(invalid="ignore"):  # NaN is refused where weights are placed
+                return ref.read().astype(np.float32) + np.float32(1)
+
+        return graph.io_weight(self.name, Computed("plus_one", ref.name, ref.shape, plus_one))
 
     def __call__(self, graph: Graph, x: Value) -> Value:
         """x [..., size]"""

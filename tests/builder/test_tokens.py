@@ -118,3 +118,11 @@ def test_text_files_are_copied_verbatim_and_nothing_else_is(tiny: TinyFactory, t
     assert {path.name for path in (tmp_path / "out").iterdir()} == made | TEXT_FILES
     for name in TEXT_FILES:
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_tokenizer_without_an_eos_token_names_no_stop_id(tiny: TinyFactory) -> None:
+    """An added token without content is not what an absent eos_token means."""
+    folder = tiny("modelopt")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7}]}')
+    assert 7 not in read_token_ids(Checkpoint(folder), 96).eos
