@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from builder.errors import Refused
+from builder.reader import CONFIG_FILE
 
 
 class Tokenizer:
     """Encodes prompts and decodes generations; never runs code from the package."""
 
     def __init__(self, folder: Path) -> None:
+        if not (folder / CONFIG_FILE).is_file():
+            raise Refused(
+                folder, expected=f"a package folder with {CONFIG_FILE}", found="none", remedy="check the path"
+            )
         if not (folder / "tokenizer.json").is_file():
             raise Refused(
                 folder,

@@ -271,7 +271,8 @@ def test_bad_request_lines_are_named(package: Path, tmp_path: Path, line: str, w
 
 
 def test_run_refusals(package: Path, tmp_path: Path) -> None:
-    assert "expected a package folder" in refuse(2, "run", tmp_path, "--token-ids", "1")
+    for given in (["--token-ids", "1"], ["--prompt", "x"], ["--chat", "x"]):
+        assert "expected a package folder" in refuse(2, "run", tmp_path / "absent", *given)
     assert "found 1,x" in refuse(2, "run", package, "--token-ids", "1,x")
     assert "expected 0 to 3" in refuse(2, "run", package, "--token-ids", "1", "--draft-tokens", 4)
     assert "found -1" in refuse(2, "run", package, "--token-ids", "1", "--draft-tokens", -1)
