@@ -167,7 +167,7 @@ def _bounded_json(raw: bytes, hook: Callable[[list[tuple[str, Any]]], Any] | Non
     """Parsed JSON in memory that follows from its limits. Raises ValueError or RecursionError.
 
     Marks are counted before anything is made of them; those inside strings count too, which costs a tokenizer little.
-    A nesting that the parser just manages breaks whoever prints or compares it later.
+    The depth is a precaution: what the parser just manages could be too deep for whoever prints or compares it.
     """
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
         raise ValueError(f"more than {MAX_JSON_VALUES} values")

@@ -10,6 +10,7 @@ Builder is imported inside functions, so that atheris can instrument it first.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
 import resource
@@ -274,16 +275,16 @@ def save(folder: Path, name: str, data: bytes, error: BaseException) -> Path:
     return path
 
 
-def random_runs(target: Target, runs: int, seed: int, findings: Path) -> Counter[str]:
-    """Runs inputs 0 to runs - 1 of a seed. Returns how often each finding was made; the first of each is saved."""
+def random_runs(target: Target, numbers: range, seed: int, findings: Path) -> Counter[str]:
+    """Runs the inputs of a seed with these numbers. Returns how often each finding was made; its first is saved."""
     found: Counter[str] = Counter()
     started = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # whoever has seen enough gets the totals so far
-        for number in range(runs):
+        for done, number in enumerate(numbers, 1):
             _random_run(target, f"{seed}:{number}", found, findings)
-            if (number + 1) % 5000 == 0:
+            if done % 5000 == 0:
                 counts = ", ".join(f"{name} {count}" for name, count in target.counts.items())
-                click.echo(f"{(number + 1) / (time.monotonic() - started):.0f}/s, {counts}", err=True)
+                click.echo(f"{done / (time.monotonic() - started):.0f}/s, {counts}", err=True)
     report(target, found, time.monotonic() - started)
     return found
 
@@ -338,6 +339,7 @@ def replay(target: Target, files: tuple[Path, ...], keep: Path | None) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--runs", default=1000, show_default=True, help="Random inputs to run.")
+@click.option("--first", default=0, show_default=True, help="Number of the first input, to go on from there.")
 @click.option("--seed", default=0, show_default=True, help="Which random inputs.")
 @click.option("--exports", default=10, show_default=True, help="One input in so many is exported whole.")
 @click.option("--findings", type=click.Path(path_type=Path), default=Path("build/fuzz"), show_default=True)
@@ -347,6 +349,7 @@ def replay(target: Target, files: tuple[Path, ...], keep: Path | None) -> None:
 @click.argument("arguments", nargs=-1)
 def main(
     runs: int,
+    first: int,
     seed: int,
     exports: int,
     findings: Path,
@@ -356,6 +359,7 @@ def main(
     arguments: tuple[str, ...],
 ) -> None:
     """Feed damaged checkpoints to the builder and count what becomes of them. Exits 1 where anything was found."""
+    faulthandler.enable()  # a crash of native code would end the run without a word
     resource.setrlimit(resource.RLIMIT_DATA, (ADDRESS_SPACE, ADDRESS_SPACE))
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="draftsmith-fuzz-", dir=memory if memory.is_dir() else None) as home:
@@ -363,7 +367,7 @@ def main(
             led_by_coverage(Path(home), exports, arguments)
         elif files:
             replay(Target(Path(home), exports), files, keep)
-        elif random_runs(Target(Path(home), exports), runs, seed, findings):
+        elif random_runs(Target(Path(home), exports), range(first, first + runs), seed, findings):
             sys.exit(1)
 
 

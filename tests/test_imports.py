@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = ("builder", "runtime", "cli", "fixtures", "tests", "benchmarks")
+OURS = ("builder", "runtime", "cli", "fixtures", "tests", "benchmarks", "fuzz")
 
 # What a module may import of ours, beyond modules of its own package. The longest matching prefix speaks.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "compressed_tensors": ("tests.reference", "fixtures.trained"),
     "transformers": ("runtime.text", "tests.reference", "fixtures.trained", "fixtures.modelopt"),
     "modelopt": ("fixtures.modelopt",),
-    "click": ("cli", "builder.display", "fixtures.trained", "fixtures.modelopt", "benchmarks", "tests"),
+    "click": ("cli", "builder.display", "fuzz", "fixtures.trained", "fixtures.modelopt", "benchmarks", "tests"),
     "rich": ("cli", "builder.display"),
 }
 
@@ -90,7 +90,7 @@ def violations(name: str, imported: str) -> str | None:
     for secret, users in SECRETS.items():
         if within(imported, (secret,)) and not within(name, users):
             return f"{name} imports {imported}"
-    if top not in OURS or within(name, ("tests", "fixtures", "benchmarks")):
+    if top not in OURS or within(name, ("tests", "fixtures", "benchmarks", "fuzz")):
         return None
     rules = [prefix for prefix in ALLOWED if within(name, (prefix,))]
     rule = max(rules, key=len)

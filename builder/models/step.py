@@ -26,8 +26,8 @@ class Rotary:
     def of(cls, graph: Graph, config: ModelConfig, positions: int) -> Rotary:
         """Tables for `positions` positions, as initializers of the graph."""
         shape = (positions, config.rotary_dim // 2)
-        cos = Computed("cos", None, shape, lambda: rotary_tables(config, positions)[0])
-        sin = Computed("sin", None, shape, lambda: rotary_tables(config, positions)[1])
+        cos = Computed("cos", None, shape, lambda: rotary_table(config, positions, np.cos))
+        sin = Computed("sin", None, shape, lambda: rotary_table(config, positions, np.sin))
         return cls(
             graph.op.Unsqueeze(graph.input(contract.POSITION_IDS), [1]),
             graph.weight(contract.ROTARY_TABLE, cos),
@@ -57,8 +57,11 @@ class Step:
         return cls(packing, Rotary.of(graph, config, positions), capture)
 
 
-def rotary_tables(config: ModelConfig, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin [positions, rotary_dim / 2] in float32.
+ROWS_AT_ONCE = 1 << 16
+
+
+def rotary_table(config: ModelConfig, positions: int, function: np.ufunc) -> NDArray[np.float32]:
+    """np.cos or np.sin of every angle, [positions, rotary_dim / 2] in float32, some rows at a time to spare memory.
 
     Angles are rounded as transformers rounds them (inverse frequencies and their products in float32), because that is
     what the model was trained with; only cos and sin themselves are taken in float64.
@@ -66,5 +69,8 @@ def rotary_tables(config: ModelConfig, positions: int) -> tuple[NDArray[np.float
     dim = config.rotary_dim
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     inverse = (np.float32(1) / np.power(np.float32(config.rope.theta), exponents)).astype(np.float32)
-    angles = (np.arange(positions, dtype=np.float32)[:, None] * inverse).astype(np.float64)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    table = np.empty((positions, dim // 2), np.float32)
+    for start in range(0, positions, ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + ROWS_AT_ONCE, positions), dtype=np.float32)
+        table[start : start + len(rows)] = function((rows[:, None] * inverse).astype(np.float64))
+    return table

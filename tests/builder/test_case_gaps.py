@@ -20,7 +20,7 @@ from builder.checkpoint import Checkpoint
 from builder.config import parse_config
 from builder.errors import Refused
 from builder.exporter import ExportOptions
-from builder.models.step import rotary_tables
+from builder.models.step import rotary_table
 from builder.source import read_source
 from fixtures import writer
 from fixtures.writer import BF16, CONFIG, Config, Dialect, Edit, Tensors, Tiny
@@ -417,7 +417,7 @@ def test_text_rotates_as_plain_partial_rope(packages: Mapping[str, Path], tmp_pa
     model = helper.make_model(one, opset_imports=opsets, ir_version=10)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).standard_normal(sizes["x"]).astype(np.float32)
-    cos, sin = rotary_tables(parse_config(CONFIG), 512)
+    cos, sin = (rotary_table(parse_config(CONFIG), 512, function) for function in (np.cos, np.sin))
     positions = np.array([0, 300])
     feeds = {"x": x, "positions": np.broadcast_to(positions, (3, 1, 2)).copy(), "cos": cos, "sin": sin}
     rotated = np.asarray(session.run(None, feeds)[0]).reshape(2, 2, 32)

@@ -162,7 +162,7 @@ def bare(folder: Path, header: bytes = b"{}", config: bytes = b"{}", index: byte
 @pytest.mark.parametrize("part", ["header", "config", "index"])
 @pytest.mark.parametrize("unit", [b"[],", b'{"a":{}},', b"1,"])
 def test_json_that_would_fill_the_memory_is_refused_before_it_is_parsed(tmp_path: Path, part: str, unit: bytes) -> None:
-    """Were 2.3 GB and 18 seconds from a header of 90 MB; the limits leave 600 MB at most."""
+    """Were 2.3 GB and 18 seconds from a header of 90 MB; within the limits, the worst tried took 600 MB."""
     content = b'{"a":[' + unit * (3 * checkpoint.MAX_JSON_VALUES // 2) + b"0]}"
     with pytest.raises(Refused, match=f"more than {checkpoint.MAX_JSON_VALUES} values"):
         Checkpoint(bare(tmp_path, **{part: content}))
@@ -183,7 +183,7 @@ def test_a_header_or_file_of_too_many_bytes_is_refused_unread(tmp_path: Path) ->
 @pytest.mark.parametrize("depth", [65, 400, 900, 950, 975, 990, 5000])
 @pytest.mark.parametrize("key", ["eos_token_id", "hidden_size", "quantization_config", "rope_parameters"])
 def test_json_that_is_nested_too_deep_is_refused(tiny: TinyFactory, depth: int, key: str) -> None:
-    """What the parser just manages broke whoever printed or compared it, some frames further down."""
+    """A precaution: no traceback was seen without the limit, only other refusals, further down."""
     folder = tiny()
     deep = b"[" * (depth - 1) + b"]" * (depth - 1)
     text = json.dumps({**json.loads((folder / "config.json").read_bytes()), key: "deep"}).encode()
@@ -201,7 +201,7 @@ def test_json_may_be_nested_as_deep_as_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, (1 << 63) - 1])
 @pytest.mark.parametrize("rank", [17, 65, 300, 200_000])
 def test_a_shape_of_many_dimensions_is_refused(tmp_path: Path, rank: int, size: int) -> None:
-    """numpy takes 64; a product of 300 has more digits than Python prints, one of 200,000 takes minutes."""
+    """numpy takes 64; a product of 300 has more digits than Python prints, one of 200,000 ran for minutes."""
     entry = {"dtype": "U8", "shape": [size] * rank, "data_offsets": [0, 0]}
     with pytest.raises(Refused, match="tensor a: expected a shape of up to 16"):
         Checkpoint(bare(tmp_path, json.dumps({"a": entry}).encode()))
@@ -251,7 +251,7 @@ ROPE = CONFIG["rope_parameters"]
     ],
 )
 def test_numbers_that_a_graph_cannot_hold_are_refused(change: dict[str, Any], expected: str) -> None:
-    """They passed, and gave sections that sum to the right width, float32 infinities, or gigabytes of tables."""
+    """Each passed before: sections may sum to the right width, and float32 ends sooner than float64."""
     with pytest.raises(Refused) as caught:
         parse_config({**CONFIG, **change})
     assert f"config.json {expected}" in str(caught.value)

@@ -21,7 +21,7 @@ from builder.checkpoint import Checkpoint
 from builder.config import parse_config
 from builder.errors import Refused
 from builder.exporter import ExportOptions
-from builder.models.step import rotary_tables
+from builder.models.step import ROWS_AT_ONCE, rotary_table
 from fixtures.writer import BF16, CONFIG, Config, Dialect, Edit, Tensors, Tiny
 from runtime.recording import dump
 from tests.builder import oracle
@@ -210,12 +210,22 @@ def test_quantized_gates_are_dequantized(
 def test_rotary_tables() -> None:
     """Against float64; inverse frequencies and angles are rounded to float32 as in training."""
     config = parse_config({**CONFIG, "rope_parameters": {**CONFIG["rope_parameters"], "rope_theta": 1e6}})
-    cos, sin = rotary_tables(config, 2000)
+    cos, sin = rotary_table(config, 2000, np.cos), rotary_table(config, 2000, np.sin)
     angle = np.arange(2000)[:, None] * 1e6 ** (-np.arange(0, 8, 2) / 8)
     rounding = 2.0**-24 + angle * 3 * 2.0**-24
     for table, expected in ((cos, np.cos(angle)), (sin, np.sin(angle))):
         assert table.dtype == np.float32 and table.shape == (2000, 4)
         assert np.all(np.abs(table - expected) <= rounding)
+
+
+def test_rotary_tables_made_in_pieces_have_no_seams() -> None:
+    """A table is made some rows at a time. In float64, with the bound of the rounding that training had."""
+    config = parse_config({**CONFIG, "rope_parameters": {**CONFIG["rope_parameters"], "rope_theta": 1e6}})
+    rows = np.array([ROWS_AT_ONCE - 1, ROWS_AT_ONCE, ROWS_AT_ONCE + 2])
+    table = rotary_table(config, ROWS_AT_ONCE + 3, np.cos)
+    assert table.shape == (ROWS_AT_ONCE + 3, 4)
+    angle = rows[:, None] * 1e6 ** (-np.arange(0, 8, 2) / 8)
+    assert np.all(np.abs(table[rows] - np.cos(angle)) <= 2.0**-24 + angle * 3 * 2.0**-24)
 
 
 def test_rotary_tables_have_a_row_for_every_position(packages: Mapping[str, Path]) -> None:
