@@ -80,7 +80,7 @@ def export(
         seconds=time.monotonic() - started,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         skipped_tensors=source.skipped_counts,
-        warnings=source.warnings,
+        warnings=[*source.warnings, *written.warnings],
     )
 
 

@@ -26,7 +26,7 @@ from builder.genai_config import MTP_FILE, TARGET_FILE
 from builder.graph import Graph
 from builder.progress import Progress
 from builder.tokens import TEXT_FILES
-from builder.weights import Placement, Weight, place
+from builder.weights import Placed, Placement, Weight, place
 
 FILES = {"target": TARGET_FILE, "mtp": MTP_FILE}
 DATA_FILE = "weights.data"
@@ -36,10 +36,11 @@ MAX_TEXT_FILE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Written:
-    """Bytes of weights in the package, and how many of them both graphs use."""
+    """Bytes of weights in the package, how many of them both graphs use, and what was odd about the values."""
 
     bytes: int
     shared_bytes: int
+    warnings: list[str]
 
 
 def refuse_existing(out: Path, force: bool) -> None:
@@ -94,7 +95,8 @@ def write(
     """
     out = Path(os.path.abspath(out))  # no `..` may stay: it would lead elsewhere once folders are renamed
     with _machine_errors(out), _staging(out) as folder:
-        places = _write_weights(folder, graphs, progress)
+        placed = _write_weights(folder, graphs, progress)
+        places = placed.places
         for name, graph in graphs.items():
             proto = ir.to_proto(graph.to_model(places))
             (folder / FILES[name]).write_bytes(proto.SerializeToString(deterministic=True))
@@ -110,7 +112,7 @@ def write(
         _publish(folder, out)
         _sync(out.parent)
     total = sum(placement.length for placement in places.values())
-    return Written(total, sum(int(entry["length"]) for entry in shared))
+    return Written(total, sum(int(entry["length"]) for entry in shared), placed.warnings)
 
 
 @contextlib.contextmanager
@@ -141,7 +143,7 @@ def _staging(out: Path) -> Iterator[Path]:
                     parent.rmdir()
 
 
-def _write_weights(folder: Path, graphs: Mapping[str, Graph], progress: Progress) -> dict[object, Placement]:
+def _write_weights(folder: Path, graphs: Mapping[str, Graph], progress: Progress) -> Placed:
     weights = [weight for graph in graphs.values() for weight in graph.weights.values()]
     narrowed = set[object]().union(*(graph.narrowed for graph in graphs.values()))
     with (folder / DATA_FILE).open("wb") as file:

@@ -11,21 +11,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from builder.checkpoint import TensorRef
 from builder.errors import Refused
+from builder.values import ValueCheck
 
 LARGE_BYTES = 1 << 16
 """Tensors of this size and above start at a multiple of it, so that a runtime can map them into memory."""
 SMALL_ALIGNMENT = 256
 CHUNK_BYTES = 1 << 24
-FLOAT16_MAX = 65504.0
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-FLOATS = tuple(map(np.dtype, (np.float16, np.float32, ml_dtypes.bfloat16)))
 
 Array = NDArray[Any]
 
@@ -82,25 +79,35 @@ class Placement:
     length: int
 
 
-def place(weights: Iterable[Weight], file: BinaryIO, file_name: str, narrowed: set[object]) -> dict[object, Placement]:
-    """Streams each distinct weight into `file`; returns its place by Weight.key.
+@dataclass(frozen=True)
+class Placed:
+    """Places by Weight.key, and what was odd about the values."""
 
-    narrowed: keys of weights that the graph casts to float16; a value beyond its range is refused by tensor name.
+    places: dict[object, Placement]
+    warnings: list[str]
+
+
+def place(weights: Iterable[Weight], file: BinaryIO, file_name: str, narrowed: set[object]) -> Placed:
+    """Streams each distinct weight into `file`, its values checked on the way.
+
+    narrowed: keys of weights that the graph casts to float16; a value beyond its range is refused by tensor name, and
+    values that it turns into zeros are counted.
     """
-    placed: dict[object, Placement] = {}
+    places: dict[object, Placement] = {}
+    warnings: list[str] = []
     for weight in weights:
-        if weight.key in placed:
+        if weight.key in places:
             continue
         alignment = LARGE_BYTES if weight.nbytes >= LARGE_BYTES else SMALL_ALIGNMENT
         file.write(bytes(-file.tell() % alignment))
         offset = file.tell()
+        check = ValueCheck(weight.origin, narrowed=weight.key in narrowed)
         for chunk in _chunks(weight):
-            _refuse_not_finite(weight, chunk)
-            if weight.key in narrowed:
-                _refuse_beyond_float16(weight, chunk)
+            check.feed(chunk)
             file.write(chunk.reshape(-1).view(np.uint8).data)
-        placed[weight.key] = Placement(file_name, offset, file.tell() - offset)
-    return placed
+        places[weight.key] = Placement(file_name, offset, file.tell() - offset)
+        warnings += filter(None, [check.warning()])
+    return Placed(places, warnings)
 
 
 def _chunks(weight: Weight) -> Iterator[Array]:
@@ -125,33 +132,3 @@ def _chunks(weight: Weight) -> Iterator[Array]:
                 )
             left -= len(piece)
             yield np.frombuffer(piece, dtype)
-
-
-def _refuse_not_finite(weight: Weight, values: Array) -> None:
-    """NaN or infinity in a weight turns every token after it into noise without an error."""
-    if values.dtype == E4M3:
-        finite = not ((values.view(np.uint8) & 0x7F) == 0x7F).any()
-    else:
-        with np.errstate(invalid="ignore"):  # a signalling NaN would be warned of, too
-            finite = values.dtype not in FLOATS or bool(np.isfinite(values).all())
-    if not finite:
-        raise Refused(
-            f"tensor {weight.origin}",
-            expected="finite numbers",
-            found="NaN or infinity",
-            remedy="fetch or quantize it again",
-        )
-
-
-def _refuse_beyond_float16(weight: Weight, values: Array) -> None:
-    if values.dtype not in FLOATS or not values.size:
-        return
-    widened = values.astype(np.float32)
-    largest = float(max(widened.max(), -widened.min()))
-    if largest > FLOAT16_MAX:
-        raise Refused(
-            f"tensor {weight.origin}",
-            expected=f"values within {FLOAT16_MAX:.0f} for float16",
-            found=largest,
-            remedy="export with --dtype bfloat16",
-        )

@@ -98,8 +98,10 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "A06",
-        "scales are multiplied in float32 or not at all, so the smallest ones lose nothing in the package",
+        "scales are multiplied in float32 or not at all, so the smallest ones lose nothing in the package; what a cast"
+        " to float16 would turn into zero is counted",
         (
+            f"{WEIGHTS}::test_values_that_float16_turns_into_zero_are_counted",
             f"{FORMATS}::test_the_smallest_scales_of_a_gate_lose_nothing",
             f"{TENSORS}::test_the_smallest_scales_lose_no_weight_to_zero",
             f"{FORMATS}::test_weights_stay_the_checkpoints_bytes",
@@ -124,10 +126,11 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "A09",
-        "a scale of a wrong width is refused with the one due, half of it being blocks of 32; a quantizer's leftovers"
-        " are listed, and fatal with --strict",
+        "a scale of a wrong width is refused with the one due, also half of it where blocks of 16 are declared; a"
+        " quantizer's leftovers are listed, and fatal with --strict",
         (
             f"{LINEAR}::test_a_wrong_shape_or_type_is_refused",
+            f"{CROSSCHECK}::test_scales_of_half_the_declared_width_are_refused",
             f"{LINEAR}::test_a_tensor_of_no_module_is_reported",
             f"{SOURCE}::test_strict_refuses_what_no_module_uses",
         ),

@@ -51,10 +51,14 @@ def declared(section: Section, names: Names) -> Declaration | None:
     if not targets:
         return None
     formats = dict.fromkeys(names.linears, UNQUANTIZED)
+    sizes: dict[str, int] = {}
     stale: list[str] = []
     for key, target in reversed(targets):  # the most specific one has the last word
         found = _matched(key, target, names)
-        formats.update(dict.fromkeys(found or (), targets[key, target]))
+        kind, size = targets[key, target]
+        formats.update(dict.fromkeys(found or (), kind))
+        if size is not None:
+            sizes.update(dict.fromkeys(found or (), size))
         if found is None:
             stale.insert(0, target)
     for entry in section.names("ignore"):
@@ -62,11 +66,11 @@ def declared(section: Section, names: Names) -> Declaration | None:
         formats.update(dict.fromkeys(found or (), UNQUANTIZED))
         if found is None:
             stale.append(entry)
-    return Declaration(section.where, formats, tuple(dict.fromkeys(stale)))
+    return Declaration(section.where, formats, tuple(dict.fromkeys(stale)), sizes)
 
 
-def _targets(section: Section) -> dict[tuple[str, str], str]:
-    """Key and target to kind, the most specific first: exact names, then patterns, then classes (match_targets).
+def _targets(section: Section) -> dict[tuple[str, str], tuple[str, int | None]]:
+    """Key and target to kind and group size, the most specific first: exact names, patterns, classes (match_targets).
 
     The same target in two groups has the later one's format. Without groups the outer format is every module's.
     """
@@ -74,13 +78,15 @@ def _targets(section: Section) -> dict[tuple[str, str], str]:
     written = section.text("format")
     if not groups:
         silent = written is None or written == MIXED
-        return {} if silent else {(section.key("format"), "Linear"): FORMATS.get(str(written), str(written))}
-    kinds: dict[str, tuple[str, str]] = {}
+        return {} if silent else {(section.key("format"), "Linear"): (FORMATS.get(str(written), str(written)), None)}
+    kinds: dict[str, tuple[str, str, int | None]] = {}
     for group in groups.values():
         kind = _kind(group, written)
-        kinds.update({target: (group.key("targets"), kind) for target in group.names("targets")})
+        weights = group.section("weights")
+        size = weights.size("group_size") if weights else None
+        kinds.update({target: (group.key("targets"), kind, size) for target in group.names("targets")})
     ordered = sorted(kinds, key=lambda target: (_is_class(target), target.startswith("re:"), target))
-    return {(kinds[target][0], target): kinds[target][1] for target in ordered}
+    return {(kinds[target][0], target): kinds[target][1:] for target in ordered}
 
 
 def _kind(group: Section, outer: str | None) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from builder.checkpoint import Checkpoint
-from builder.errors import one_line
+from builder.errors import Refused, one_line
 from builder.quant import compressed_tensors, finegrained_fp8, modelopt
 from builder.quant.declaration import UNQUANTIZED, Declaration, Section
 from builder.quant.names import Names
-from builder.quant.tensors import QuantTensor
+from builder.quant.tensors import Mxfp4, Nvfp4, QuantTensor
 
 HF_FILE = "hf_quant_config.json"
 Reader = Callable[[Section, Names], Declaration | None]
@@ -27,13 +27,15 @@ def declared_disagreements(checkpoint: Checkpoint, linears: Mapping[str, QuantTe
     """One line for each kind of disagreement: with a count and the first module, or the first few entries.
 
     linears: every linear module that was read. Raises Refused for a section of a wrong type, a pattern that is broken
-    or too costly, and an algorithm this version refuses.
+    or too costly, an algorithm this version refuses, and blocks of another size than the stored scales have.
     """
     sections = list(_sections(checkpoint))
     names = Names(checkpoint, linears)
     readers = [(section, _reader(section)) for section in sections]
     declarations = [said for section, reader in readers if reader and (said := reader(section, names))]
     warnings = [_unknown(section) for section, reader in readers if reader is None and section.text("quant_method")]
+    for said in declarations:
+        _refuse_other_blocks(said, linears)
     found = {module: quantized.kind for module, quantized in linears.items()}
     if declarations:
         first, *others = declarations
@@ -115,6 +117,21 @@ def _against(declaration: Declaration, found: Mapping[str, str]) -> list[str]:
         f"the first {modules[0]}"
         for (said, kind), modules in kinds.items()
     ]
+
+
+def _refuse_other_blocks(declaration: Declaration, linears: Mapping[str, QuantTensor]) -> None:
+    """Scales of half the width they should have look like blocks of twice the size, and the result like a model."""
+    for module, size in declaration.group_sizes.items():
+        quantized = linears[module]
+        same_kind = declaration.formats[module] == quantized.kind
+        if same_kind and isinstance(quantized, Nvfp4 | Mxfp4) and quantized.block_size != size:
+            scale, columns = quantized.block_scale, quantized.shape[1]
+            raise Refused(
+                f"tensor {scale.name}",
+                expected=f"[{scale.shape[0]}, {columns // size}] for the group_size {size} of {declaration.source}",
+                found=f"{list(scale.shape)}, blocks of {quantized.block_size}",
+                remedy="mend the file that is wrong",
+            )
 
 
 def _undeclared(found: Mapping[str, str]) -> list[str]:

@@ -7,7 +7,7 @@ that cannot be read cannot be compared either, and whoever wrote it meant someth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from builder.errors import Refused
@@ -24,11 +24,13 @@ class Declaration:
 
     source: its file and key. formats: every linear module to its declared kind, as in QuantTensor.kind, or to an
     algorithm's own name where we know none. stale: entries of its lists that match nothing in the checkpoint.
+    group_sizes: columns under one scale, of the modules it says that of.
     """
 
     source: str
     formats: Mapping[str, str]
     stale: tuple[str, ...] = ()
+    group_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,15 @@ class Section:
         if value is None or isinstance(value, str):
             return value
         raise self.refusal(key, "text", value)
+
+    def size(self, key: str) -> int | None:
+        """A number above 0; absent, null and the 0 and -1 of formats without groups are None."""
+        value = self.values.get(key)
+        if value is None or (type(value) is int and value in (0, -1)):
+            return None
+        if type(value) is not int or value < 0:
+            raise self.refusal(key, "a number", value)
+        return value
 
     def names(self, key: str) -> tuple[str, ...]:
         """A list of names or patterns, each once."""

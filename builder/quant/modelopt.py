@@ -65,7 +65,16 @@ def declared(section: Section, names: Names) -> Declaration | None:
     excluded, stale = _excluded(section, names)
     kind = _kind(section, algorithm)
     formats = {module: UNQUANTIZED if module in excluded else kind for module in names.linears}
-    return Declaration(section.where, formats, stale)
+    size = _group_size(section)
+    sizes = {} if size is None else dict.fromkeys(names.linears, size)
+    return Declaration(section.where, formats, stale, sizes)
+
+
+def _group_size(section: Section) -> int | None:
+    """hf_quant_config.json has it beside the algorithm, config.json in its groups; there it counts if all agree."""
+    weights = [group.section("weights") for group in section.sections("config_groups").values()]
+    sizes = {part.size("group_size") for part in weights if part}
+    return section.size("group_size") or (sizes.pop() if len(sizes) == 1 else None)
 
 
 def _mixed(section: Section, layers: Mapping[str, Section], names: Names) -> Declaration:
@@ -75,13 +84,16 @@ def _mixed(section: Section, layers: Mapping[str, Section], names: Names) -> Dec
     """
     listed = {canonical(name): layer for name, layer in layers.items()}
     formats = dict.fromkeys(names.linears, UNQUANTIZED)
+    sizes: dict[str, int] = {}
     for module in names.linears:
         layer = next((listed[name] for name in with_containers(canonical(module)) if name in listed), None)
         algorithm = layer.text("quant_algo") if layer else None
         if layer and algorithm is not None:
             formats[module] = _kind(layer, algorithm)
+        if layer and (size := layer.size("group_size")) is not None:
+            sizes[module] = size
     unknown = tuple(name for name in layers if names.under(name) is None)
-    return Declaration(section.where, formats, (*unknown, *_excluded(section, names)[1]))
+    return Declaration(section.where, formats, (*unknown, *_excluded(section, names)[1]), sizes)
 
 
 def _excluded(section: Section, names: Names) -> tuple[set[str], tuple[str, ...]]:

@@ -14,6 +14,11 @@ from builder.errors import Refused
 from builder.quant import codecs
 from builder.quant.tensors import Fp8, Mxfp4, Nvfp4, QuantTensor
 
+MXFP4_SCALE_END = 2.0**126
+"""Six times this, the largest code, is no float32 any more."""
+SMALLEST_EXPONENT = -126
+"""Of a float32 with all its bits; a device may take smaller multipliers for 0."""
+
 
 def check_scales(quantized: QuantTensor) -> QuantTensor:
     """The tensor, completed by what its scales tell: clamp_nan, global_exponent. Raises Refused.
@@ -30,6 +35,7 @@ def check_scales(quantized: QuantTensor) -> QuantTensor:
         case Mxfp4(block_scale=block_scale):
             scales = codecs.decode_scale(block_scale.read())
             _check_positive(block_scale, scales)
+            _check_finite_products(quantized, scales)
             return replace(quantized, global_exponent=_global_exponent(quantized, scales))
     return quantized
 
@@ -44,6 +50,17 @@ def _check_positive(ref: TensorRef, values: NDArray[Any]) -> None:
     if bad is not None:
         index = [i for i, size in zip(bad, values.shape, strict=True) if size > 1] or [0]
         raise _refuse(ref, index if len(index) > 1 else index[0], "a finite scale above 0", float(values[bad]))
+
+
+def _check_finite_products(quantized: Mxfp4, scales: NDArray[np.float32]) -> None:
+    """Any scale will do over zeros."""
+    large = scales >= MXFP4_SCALE_END
+    if not large.any():
+        return
+    bad = codecs.first(large & ~codecs.zero_blocks(quantized.packed.read(), quantized.block_size))
+    if bad is not None:
+        expected = f"a scale below {MXFP4_SCALE_END:g} over weights that are not 0"
+        raise _refuse(quantized.block_scale, list(bad), expected, float(scales[bad]))
 
 
 def _check_reciprocal(quantized: Nvfp4) -> None:
@@ -79,4 +96,4 @@ def _global_exponent(quantized: Mxfp4, scales: NDArray[np.float32]) -> int | Non
         exponents = exponents[matters]
         if exponents.size == 0 or np.ptp(exponents) >= len(codecs.E4M3_POWERS):
             return None
-    return int(exponents.max()) - highest
+    return max(int(exponents.max()) - highest, SMALLEST_EXPONENT)

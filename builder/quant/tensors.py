@@ -145,4 +145,5 @@ def dequantize(tensor: QuantTensor) -> NDArray[np.float32]:
 def _scale_blocks(packed: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """E2M1 codes [N, K/2] packed, times one scale [N, blocks] for each run of K / blocks columns."""
     codes = codecs.unpack_e2m1(packed)
-    return (codes.reshape(*scales.shape, -1) * scales[..., None]).reshape(codes.shape)
+    with np.errstate(over="ignore"):  # infinity is refused where weights are placed, by name
+        return (codes.reshape(*scales.shape, -1) * scales[..., None]).reshape(codes.shape)

@@ -54,7 +54,7 @@ def lone_linear(folder: Path, stored: Mapping[str, NDArray[Any]], shape: tuple[i
     graph = Graph("one", IoSpec(inputs, (TensorSpec("y", "float16", ("num_tokens", rows)),)), element_type("float16"))
     graph.set_output("y", layer(graph, graph.input("x")))
     file = io.BytesIO()
-    places = place(graph.weights.values(), file, "weights.data", graph.narrowed)
+    places = place(graph.weights.values(), file, "weights.data", graph.narrowed).places
     (folder / "weights.data").write_bytes(file.getvalue())
     onnx.save(ir.to_proto(graph.to_model(places)), folder / "model.onnx")
     return graph
@@ -139,7 +139,7 @@ def assert_float(folder: Path, graph: Graph) -> None:
 
 @pytest.mark.parametrize("lowest", [0, 1, 60, 110, 130])
 def test_mxfp4_scales_are_e4m3_times_a_power_of_two_to_the_bit(tmp_path: Path, lowest: int) -> None:
-    """18 exponents in a row, from 2 ** -9 to 2 ** 8 of E4M3. The common power may be a subnormal of float32."""
+    """18 exponents in a row, from 2 ** -9 to 2 ** 8 of E4M3."""
     exponents = (lowest + np.arange(18, dtype=np.uint8)).reshape(9, 2)
     graph = lone_linear(tmp_path, mxfp4(exponents), (9, 64))
     assert_native(tmp_path, graph)
@@ -177,6 +177,19 @@ def test_a_scale_over_zeros_does_not_count(tmp_path: Path, outlier: int) -> None
 def test_zeros_under_every_scale_are_zeros(tmp_path: Path) -> None:
     lone_linear(tmp_path, mxfp4(np.array([[0, 254]], np.uint8), zero=[(0, 0), (0, 1)]), (1, 64))
     assert not run(tmp_path, np.eye(64, dtype=np.float32)).any()
+
+
+def test_an_exponent_that_makes_infinity_is_refused(tmp_path: Path) -> None:
+    """6 * 2 ** 126 is no float32; 6 * 2 ** 125 is."""
+    lone_linear(tmp_path / "largest", mxfp4(np.full((1, 2), 252, np.uint8)), (1, 64))
+    with pytest.raises(Refused, match=r"weight_scale at \[0, 1\]: expected a scale below 8.50706e\+37 over weights"):
+        lone_linear(tmp_path / "beyond", mxfp4(np.array([[252, 253]], np.uint8)), (1, 64))
+
+
+@pytest.mark.parametrize("exponent", range(12))
+def test_the_smallest_exponents_leave_a_multiplier_that_no_device_flushes(tmp_path: Path, exponent: int) -> None:
+    assert_native(tmp_path, lone_linear(tmp_path, mxfp4(np.full((1, 2), exponent, np.uint8)), (1, 64)))
+    assert oracle.initializer(tmp_path, "m.nvfp4_weight_scale_2")[0] >= np.finfo(np.float32).tiny
 
 
 def test_one_code_that_is_not_zero_makes_its_scale_count(tmp_path: Path) -> None:

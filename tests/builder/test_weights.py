@@ -20,9 +20,10 @@ import builder
 from builder import package, weights
 from builder.checkpoint import TensorRef, read_header
 from builder.errors import Refused
-from builder.weights import Computed, Placement, Stored, Weight, place
+from builder.weights import Computed, Placed, Placement, Stored, Weight, place
 
 MEGABYTE = 1 << 20
+BF16 = np.dtype(ml_dtypes.bfloat16)
 ONNX = {"F32": ir.DataType.FLOAT, "BF16": ir.DataType.BFLOAT16, "F16": ir.DataType.FLOAT16, "U8": ir.DataType.UINT8}
 
 
@@ -40,7 +41,7 @@ def computed(name: str, array: NDArray[np.float32]) -> Computed:
 
 def placed(items: list[Weight], narrowed: set[object] | None = None) -> tuple[bytes, dict[object, Placement]]:
     file = io.BytesIO()
-    places = place(items, file, "weights.data", narrowed or set())
+    places = place(items, file, "weights.data", narrowed or set()).places
     return file.getvalue(), places
 
 
@@ -135,6 +136,39 @@ def test_narrowed_transforms_are_checked_too() -> None:
         placed([item], {item.key})
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_values_that_float16_turns_into_zero_are_counted(tmp_path: Path, dtype: Any) -> None:
+    """2 ** -25 is half of float16's smallest number and rounds to 0, as NumPy's own conversion shows."""
+    values = np.full(4000, 0.5, dtype)
+    values[:100] = 0
+    small = np.array([2.0**-25, -(2.0**-25), 2.0**-26, 1e-30, 2.0**-24, -3e-8], np.float32).astype(dtype)
+    values[1000:1006] = small
+    lost = int(np.count_nonzero(values) - np.count_nonzero(values.astype(np.float16)))
+    assert lost == np.count_nonzero(small) - np.count_nonzero(small.astype(np.float16)) >= 4
+    (item,) = stored(tmp_path, {"x": values})
+    assert place([item], io.BytesIO(), "weights.data", {item.key}).warnings == [
+        f"{lost} of 3900 values of x are too small for float16 and become 0; --dtype bfloat16 keeps them"
+    ]
+    assert place([item], io.BytesIO(), "weights.data", set()).warnings == []
+
+
+def test_as_many_small_values_as_chance_has_are_not_worth_a_word(tmp_path: Path) -> None:
+    """Of a million values with a deviation of 0.001, some 24 are below 2 ** -25."""
+    values = (np.random.default_rng(0).standard_normal(1_000_000) / 1000).astype(np.float32)
+    assert np.count_nonzero(values.astype(np.float16) == 0) > 10
+    (item,) = stored(tmp_path, {"x": values})
+    assert place([item], io.BytesIO(), "weights.data", {item.key}).warnings == []
+
+
+@pytest.mark.parametrize("place_of_nan", [0, weights.CHUNK_BYTES // 4 - 1, weights.CHUNK_BYTES // 4 + 70_000])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_nan_is_found_wherever_it_stands(place_of_nan: int, bad: float) -> None:
+    values = np.zeros(weights.CHUNK_BYTES // 4 + 100_000, np.float32)
+    values[place_of_nan] = bad
+    with pytest.raises(Refused, match="expected finite numbers, found NaN or infinity"):
+        placed([Computed("test", "x", values.shape, lambda: values)])
+
+
 def test_float16_weights_need_no_check(tmp_path: Path) -> None:
     (item,) = stored(tmp_path, {"x": np.full(3, 65504, np.float16)})
     placed([item], {item.key})
@@ -206,15 +240,15 @@ def test_an_export_writes_within_the_memory_of_its_largest_tensor(
     peaks: list[int] = []
     largest: list[int] = []
 
-    def traced(items: Any, file: BinaryIO, file_name: str, narrowed: set[object]) -> dict[object, Placement]:
+    def traced(items: Any, file: BinaryIO, file_name: str, narrowed: set[object]) -> Placed:
         tracemalloc.start()
         try:
-            places = place(items, file, file_name, narrowed)
+            placed = place(items, file, file_name, narrowed)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-        largest.append(max(at.length for at in places.values()))
-        return places
+        largest.append(max(at.length for at in placed.places.values()))
+        return placed
 
     monkeypatch.setattr(package, "place", traced)
     report = builder.export(trained_checkpoint, tmp_path / "out")

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builder.checkpoint import Checkpoint
+from builder.checkpoint import Checkpoint, TensorRef
 from builder.errors import Refused
 from builder.exporter import read_source
 from builder.quant import names as matching
 from builder.quant.crosscheck import declared_disagreements, kv_cache_format
-from fixtures.writer import Config, Tensors, Tiny
+from builder.quant.linear import read_linear
+from builder.quant.tensors import Nvfp4
+from fixtures.writer import Config, Dialect, Tensors, Tiny
 from tests.conftest import CHECKPOINTS, NAMES, TinyFactory
 
 FP8, NVFP4, FLOAT = "model.layers.3.self_attn.o_proj", "model.layers.0.mlp.gate_proj", "mtp.fc"
@@ -88,6 +91,76 @@ def test_the_text_models_section_is_found() -> None:
     folder = Folder(kinds={**KINDS, FP8: "float"})
     folder.config = {"text_config": {"quantization_config": {"quant_method": "modelopt", **MIXED}}}
     assert folder.warnings() == [f"1 modules are declared fp8 but stored as float (used as stored), the first {FP8}"]
+
+
+def halve_scales(module: str) -> Callable[[Tensors, Config], None]:
+    def edit(tensors: Tensors, config: Config) -> None:
+        tensors[f"{module}.weight_scale"] = np.ascontiguousarray(tensors[f"{module}.weight_scale"][:, ::2])
+
+    return edit
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_scales_of_half_the_declared_width_are_refused(tiny: TinyFactory, dialect: Dialect) -> None:
+    """Case A09. As blocks of 32 they would load, and mean something else."""
+    folder = tiny(dialect, edit=halve_scales(NVFP4))
+    with pytest.raises(Refused) as caught:
+        read_source(Checkpoint(folder), "auto")
+    said = str(caught.value)
+    assert f"tensor {NVFP4}.weight_scale: expected [96, 4] for the group_size 16 of config.json" in said
+    assert "found [96, 2], blocks of 32; mend the file that is wrong" in said
+
+
+def test_blocks_of_32_that_nobody_contradicts_are_read(tiny: TinyFactory) -> None:
+    def edit(tensors: Tensors, config: Config) -> None:
+        halve_scales(NVFP4)(tensors, config)
+        del config["quantization_config"]
+
+    folder = tiny("compressed-tensors", edit=edit)
+    found = read_source(Checkpoint(folder), "auto").linears[NVFP4]
+    assert isinstance(found, Nvfp4) and found.block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("section", "hf", "said"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, None, 16),
+        (None, {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, 16),
+        ({"quant_algo": "NVFP4", "config_groups": {"group_0": {"weights": {"group_size": 16}}}}, None, 16),
+        ({"quant_algo": "NVFP4", "quant_method": "modelopt", "group_size": 32}, None, None),
+        ({"quant_algo": "NVFP4", "quant_method": "modelopt", "group_size": None}, None, None),
+        ({"quant_algo": "NVFP4", "quant_method": "modelopt", "group_size": 0}, None, None),
+        ({"quant_algo": "NVFP4", "quant_method": "modelopt", "group_size": "16"}, None, "a number, found 16"),
+        ({"quantized_layers": {NVFP4: {"quant_algo": "NVFP4", "group_size": 16}}}, None, 16),
+        ({"quantized_layers": {"lm_head": {"quant_algo": "NVFP4", "group_size": 16}}}, None, None),
+        (
+            {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}},
+            None,
+            16,
+        ),
+        (
+            {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": -1}}}},
+            None,
+            None,
+        ),
+        ({"config_groups": {"group_0": {"targets": ["Embedding"], "weights": {"group_size": 16}}}}, None, None),
+    ],
+)
+def test_a_group_size_is_compared_wherever_it_stands(tmp_path: Path, section: Any, hf: Any, said: int | str) -> None:
+    refs = {
+        "weight": TensorRef(f"{NVFP4}.weight", tmp_path, "U8", (96, 32), 0, 96 * 32),
+        "weight_scale": TensorRef(f"{NVFP4}.weight_scale", tmp_path, "F8_E4M3", (96, 2), 0, 96 * 2),
+        "weight_scale_2": TensorRef(f"{NVFP4}.weight_scale_2", tmp_path, "F32", (), 0, 4),
+    }
+    linears = {NVFP4: read_linear(NVFP4, refs, (96, 64))}
+    folder = Folder(section, hf, {NVFP4: "nvfp4"})
+    if said is None:
+        declared_disagreements(folder, linears)  # type: ignore[arg-type]
+        return
+    with pytest.raises(
+        Refused, match=str(said) if isinstance(said, str) else rf"\[96, 4\] for the group_size {said} of"
+    ):
+        declared_disagreements(folder, linears)  # type: ignore[arg-type]
 
 
 def test_nothing_declared_and_nothing_quantized_is_nothing_to_say() -> None:

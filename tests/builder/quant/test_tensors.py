@@ -173,6 +173,14 @@ def test_mxfp4_scales_by_powers_of_two_for_32_columns(tmp_path: Path, name: str,
     assert np.array_equal(np.signbit(values), np.signbit(expected))
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_mxfp4_product_beyond_float32_is_infinite_without_a_warning(tmp_path: Path) -> None:
+    """6 * 2 ** 127; infinity is for whoever places the weight to refuse."""
+    packed, exponents = np.full((1, 16), 0x77, np.uint8), np.full((1, 1), 254, np.uint8)
+    quantized = stored_linear(tmp_path, {"weight": packed, "weight_scale": exponents}, (1, 32))
+    assert np.isposinf(dequantize(quantized)).all()
+
+
 @pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize("divides", [False, True], ids=["multiplier", "divisor"])
 def test_the_width_of_nvfp4_scales_says_the_block_size(tmp_path: Path, size: int, divides: bool) -> None:
