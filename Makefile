@@ -9,13 +9,25 @@ MODELOPT := .venv-modelopt
 FUZZ := .venv-fuzz
 RUNS ?= 20000
 
-.PHONY: demo test test-reference test-all test-modelopt fuzz lint bench clean
+.PHONY: demo test package-check test-reference test-all test-modelopt fuzz lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m fixtures.demo
 
 test: lint
 	$(BIN)/python -m pytest
+	$(MAKE) package-check
+
+# What somebody else's CI would run, on the trained checkpoint. The "released" package is made by a process of its own
+# with another order of hashing, so that an equal one also proves that exports are reproducible.
+TRAINED := fixtures/checkpoints/trained_mixed_dense_text
+package-check: $(VENV)/.test
+	rm -rf build/package-check
+	PYTHONHASHSEED=1 $(BIN)/build-model export $(TRAINED) build/package-check/released --hash
+	PATH="$(abspath $(BIN)):$$PATH" PYTHONHASHSEED=2 fixtures/package-check.sh $(TRAINED) \
+		build/package-check/released build/package-check/work \
+		--reference $(TRAINED)/reference.npz --min-acceptance 0.6
+	cmp build/package-check/released/manifest.json build/package-check/work/package/manifest.json
 
 test-reference: $(VENV)/.reference
 	$(BIN)/python -m pytest -m reference
@@ -60,7 +72,7 @@ $(VENV)/.reference: pyproject.toml $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,test,reference]'
 	@touch $@
 
-LIBRARIES := numpy ml_dtypes onnx 'onnx-ir<2' onnxscript==0.7.2 pydantic click safetensors
+LIBRARIES := numpy ml_dtypes onnx 'onnx-ir<2' onnxscript==0.7.2 pydantic click safetensors xxhash
 
 $(MODELOPT)/.installed: Makefile
 	$(PYTHON) -m venv $(MODELOPT)

@@ -138,6 +138,7 @@ def conversion_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--max-batch-size", type=int, default=100, show_default=True, help="Requests per step."),
         click.option("--context-length", type=int, help="Tokens of context; the model's positions if not given."),
         click.option("--strict", is_flag=True, help="Refuse tensors that no module uses."),
+        click.option("--revision", help="Branch, tag or commit where SRC is a Hub id."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -148,11 +149,12 @@ def conversion_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @conversion_options
+@click.option("--hash", is_flag=True, help="Read linked weights for their digest, and check their values.")
 @click.option("--force", is_flag=True, help="Replace an existing package.")
 @json_option
 @quiet_option
 def export(src: Path, out: Path, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Write package OUT from checkpoint folder SRC."""
+    """Write package OUT from SRC, a checkpoint folder or a Hub id."""
     import builder
 
     with progress_bar(quiet) as progress:
@@ -161,7 +163,8 @@ def export(src: Path, out: Path, as_json: bool, quiet: bool, **options: Any) -> 
 
     def human() -> None:
         click.echo(report.package)
-        graph_table(report.graphs, f"{report.weights['copied_bytes']:,} bytes of weights in {report.seconds:.1f} s")
+        linked, copied = report.weights["linked_bytes"], report.weights["copied_bytes"]
+        graph_table(report.graphs, f"{linked:,} bytes of weights linked, {copied:,} written in {report.seconds:.1f} s")
 
     show(report.to_json(), as_json, human)
 
@@ -234,6 +237,28 @@ def inspect(path: Path, as_json: bool, quiet: bool) -> None:
 
 
 @main.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@json_option
+@quiet_option
+def diff(a: Path, b: Path, as_json: bool, quiet: bool) -> None:
+    """Say what differs between packages A and B. Exits 0 when nothing does, 1 when anything does."""
+    import builder
+    from builder.differences_display import lines
+
+    with progress_bar(quiet) as progress:
+        found = builder.diff(a, b, progress)
+
+    def human() -> None:
+        for line in lines(found):
+            click.echo(line)
+
+    show(found.to_json(), as_json, human)
+    if not found.equal:
+        sys.exit(1)
+
+
+@main.command()
 @click.argument("package", type=click.Path(path_type=Path))
 @click.option("--prompt", help="Text to complete.")
 @click.option("--chat", help="A user message for the chat template.")
@@ -250,6 +275,7 @@ def inspect(path: Path, as_json: bool, quiet: bool) -> None:
 @click.option("--block-size", type=int, help="Tokens per cache block; the package's if not given.")
 @click.option("--max-batch-size", type=int, help="Requests per step; the package's if not given.")
 @click.option("--max-scheduled-tokens", type=int, default=2048, show_default=True, help="Packed rows per step.")
+@click.option("--overlay", help="A change of configuration that the package holds: plain, latency.")
 @click.option(
     "--dump",
     type=click.Path(path_type=Path),
@@ -270,6 +296,7 @@ def run(
     block_size: int | None,
     max_batch_size: int | None,
     max_scheduled_tokens: int,
+    overlay: str | None,
     dump: Path | None,
     as_json: bool,
     quiet: bool,
@@ -286,7 +313,7 @@ def run(
 
     tokenizer = _tokenizer(package, quiet)
     asks = _asks(tokenizer, package, sources, max_new_tokens, draft_tokens)
-    loaded = runtime.load(package, ep)
+    loaded = runtime.load(package, ep, overlay)
     sizes = runtime.EngineOptions(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -362,6 +389,39 @@ def _print_generation(result: Generation, texts: list[str | None], quiet: bool) 
     )
     speed = result.num_tokens / result.seconds if result.seconds else 0.0
     click.echo(f"{result.num_tokens} tokens, {speed:.0f} tokens/s, {drafts}", err=True)
+
+
+@main.command()
+@click.argument("package", type=click.Path(path_type=Path))
+@click.option("--reference", type=click.Path(path_type=Path), help="Another implementation's answers, an .npz file.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines as for run --requests; built-in without.")
+@click.option("--draft-tokens", type=int, help="Drafts per step; the package's limit if not given.")
+@click.option("--min-acceptance", type=click.FloatRange(0, 1), help="Smallest share of evaluated drafts to accept.")
+@click.option("--ep", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Execution provider.")
+@click.option("--deep", is_flag=True, help="Read every byte; fails for content that has no digest to compare with.")
+@click.option("--junit", type=click.Path(path_type=Path), help="Also write the checks as JUnit XML.")
+@json_option
+@quiet_option
+def verify(package: Path, junit: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Check PACKAGE's files, graphs and configuration, then run it: speculative tokens must equal plain ones."""
+    import runtime
+
+    with progress_bar(quiet) as progress:
+        found = runtime.verify(package, runtime.VerifyOptions(**options), progress)
+    if junit:
+        from builder import junit as report
+
+        report.write(junit, str(package), found.checks)
+
+    def human() -> None:
+        from builder.display import table
+
+        rows = [["ok" if check.ok else "FAILED", check.name, check.detail] for check in found.checks]
+        table(str(package), ["", "check", "seen"], rows)
+
+    show(found.to_json(), as_json, human)
+    if not found.ok:
+        sys.exit(found.exit_code)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from builder.comparison import PackageDiff, diff
     from builder.exporter import ExportReport, export
     from builder.inspection import inspect
     from builder.options import ExportOptions
     from builder.planning import plan
 
-__all__ = ["ExportOptions", "ExportReport", "export", "inspect", "plan"]
+__version__ = "0.1.0"
+__all__ = ["ExportOptions", "ExportReport", "PackageDiff", "diff", "export", "inspect", "plan"]
 
 _HOMES = {
     "ExportOptions": "builder.options",
     "ExportReport": "builder.exporter",
+    "PackageDiff": "builder.comparison",
+    "diff": "builder.comparison",
     "export": "builder.exporter",
     "inspect": "builder.inspection",
     "plan": "builder.planning",

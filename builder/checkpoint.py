@@ -6,9 +6,12 @@ and nothing is unpickled. The format is 8 little-endian bytes of header length, 
 """
 
 import contextlib
+import errno
+import io
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +33,7 @@ MAX_JSON_DEPTH = 64
 MAX_TENSORS = 1 << 19
 MAX_RANK = 16
 MAX_FILE_NAME_BYTES = 255
+PIECE_ALIGNMENT = 16
 MAX_SIZE = 1 << 63
 """Largest number a header may hold as a size or an offset."""
 
@@ -72,19 +76,66 @@ class TensorRef:
     nbytes: int
 
     def read(self) -> NDArray[Any]:
-        """The tensor in its stored dtype, row-major. Reads exactly its bytes."""
+        """The tensor in its stored dtype, row-major. Reads exactly its bytes, and none of a hole in a sparse file."""
+        raw = np.zeros(self.nbytes, np.uint8)
+        with reading(self.file), self.opened() as file:
+            for start, end in self.stored_parts(file):
+                file.seek(self.offset + start)
+                _read_into(file, raw.data[start:end])
+        return raw.view(NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[io.FileIO]:
+        """The file, which is long enough. Raises Refused where it was cut short, MachineError where it is not opened.
+
+        Errors of whoever uses it are not all of reading: a full disk is none.
+        """
         with reading(self.file):
-            flat: NDArray[Any] = np.fromfile(
-                self.file, dtype=NUMPY_DTYPES[self.dtype], count=math.prod(self.shape), offset=self.offset
-            )
-        if flat.nbytes != self.nbytes:
-            raise Refused(
-                f"{self.file.name} tensor {self.name}",
-                expected=f"{self.nbytes} bytes",
-                found=f"{flat.nbytes}",
-                remedy="the file changed while it was read; run again",
-            )
-        return flat.reshape(self.shape)
+            opened = self.file.open("rb", buffering=0)
+        with opened as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < self.offset + self.nbytes:
+                raise Refused(
+                    f"{self.file.name} tensor {self.name}",
+                    expected=f"{self.nbytes} bytes",
+                    found=f"{max(0, size - self.offset)}",
+                    remedy="the file changed while it was read; run again",
+                )
+            yield file
+
+    def stored_parts(self, file: io.FileIO) -> Iterator[tuple[int, int]]:
+        """Begin and end within the tensor of what a sparse file stores, in whole values; a hole reads as zeros."""
+        for begin, end in _data_extents(file.fileno(), self.offset, self.offset + self.nbytes):
+            last = -(-(end - self.offset) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+            yield (begin - self.offset) // PIECE_ALIGNMENT * PIECE_ALIGNMENT, min(last, self.nbytes)
+
+
+def _data_extents(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file's range that are stored; all of it where the system does not tell."""
+    if not hasattr(os, "SEEK_DATA"):
+        yield start, end
+        return
+    while start < end:
+        try:
+            begin = os.lseek(descriptor, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole follows
+                return
+            yield start, end
+            return
+        stop = min(os.lseek(descriptor, begin, os.SEEK_HOLE), end)
+        if begin < end:
+            yield begin, stop
+        start = max(begin, stop)
+
+
+def _read_into(file: io.FileIO, buffer: memoryview) -> None:
+    """Fills the buffer; a signal may cut a read short, and so does a file that shrinks."""
+    while buffer:
+        count = file.readinto(buffer)
+        if not count:
+            raise OSError(errno.EIO, "the file shrank while it was read", file.name)
+        buffer = buffer[count:]
 
 
 class Checkpoint(Mapping[str, TensorRef]):

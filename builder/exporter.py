@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Mapping
@@ -9,11 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from builder import contract, package
+from builder import contract, package, staging
+from builder.card import card
 from builder.checkpoint import Checkpoint
 from builder.genai_config import Limits, genai_config
 from builder.graph import Graph, element_type
+from builder.hub import checkpoint_folder
 from builder.options import ExportOptions
+from builder.overlays import overlays
 from builder.progress import Progress, silent
 from builder.source import Source, read_source
 from builder.tokens import read_token_ids
@@ -21,13 +25,17 @@ from builder.tokens import read_token_ids
 
 @dataclass(frozen=True)
 class GraphReport:
-    """file in the package; nodes; MatMuls by weight format; layers by kind; quantized modules carried as float, why."""
+    """file in the package; nodes; MatMuls by weight format; layers by kind; quantized modules carried as float, why.
+
+    experts: of all mixtures, by the format they are carried in.
+    """
 
     file: str
     nodes: int
     matmuls: dict[str, int]
     layers: dict[str, int]
     dequantized: dict[str, str]
+    experts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,16 @@ class ExportReport:
 def export(
     src: str | Path, out: str | Path, options: ExportOptions | None = None, progress: Progress = silent
 ) -> ExportReport:
-    """Writes the package `out` from checkpoint folder `src`. Raises Refused or MachineError; then nothing is left."""
+    """Writes the package `out` from `src`, a checkpoint folder or a Hub id.
+
+    Raises Refused or MachineError; then nothing is left."""
     started = time.monotonic()
     options = options or ExportOptions()
     options.check()
+    with package.machine_errors(Path(out)):
+        recovered = staging.recover(Path(os.path.abspath(out)))
     package.refuse_existing(Path(out), options.force)
-    checkpoint = Checkpoint(src)
+    checkpoint = Checkpoint(checkpoint_folder(src, options.revision, quiet=progress is silent))
     package.refuse_source(checkpoint, Path(out))
     source = read_source(checkpoint, options.mtp, strict=options.strict)
     limits = options.limits(source.config)
@@ -72,15 +84,32 @@ def export(
             shared_initializers=shared,
         )
 
-    written = package.write(Path(out), checkpoint, graphs, describe, force=options.force, progress=progress)
+    reports = graph_reports(graphs, source)
+    facts = {
+        "activations": options.activation_dtype,
+        "context": f"{limits.context_length:,} tokens",
+        "drafts per step": limits.max_draft_tokens if source.mtp and options.capacity else 0,
+        "cache block": f"{limits.block_size} tokens",
+        "requests per step": limits.max_batch_size,
+    }
+    recipe = package.Recipe(
+        graphs,
+        describe,
+        lambda manifest: card(manifest, reports, facts),
+        overlays(has_mtp=source.mtp is not None, max_draft_tokens=limits.max_draft_tokens if options.capacity else 0),
+        options.recorded(limits),
+        options.weights,
+        options.hash,
+    )
+    written = package.write(Path(out), checkpoint, recipe, force=options.force, progress=progress)
     return ExportReport(
         package=str(out),
-        graphs=graph_reports(graphs, source),
-        weights={"linked_bytes": 0, "copied_bytes": written.bytes, "shared_bytes": written.shared_bytes},
+        graphs=reports,
+        weights={name: getattr(written, name) for name in ("linked_bytes", "copied_bytes", "shared_bytes")},
         seconds=time.monotonic() - started,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         skipped_tensors=source.skipped_counts,
-        warnings=[*source.warnings, *written.warnings],
+        warnings=[*recovered, *source.warnings, *written.warnings],
     )
 
 
@@ -105,4 +134,4 @@ def _report(graph: Graph | None, file: str, layers: dict[str, int]) -> GraphRepo
     if graph is None:
         return None
     matmuls = {"nvfp4": 0, "fp8": 0, "float": 0, **graph.matmuls}
-    return GraphReport(file, len(graph), matmuls, layers, graph.dequantized)
+    return GraphReport(file, len(graph), matmuls, layers, graph.dequantized, dict(graph.experts))

@@ -31,8 +31,8 @@ def element_type(name: str) -> ir.DataType:
 class Graph:
     """io_dtype is the activation type. Values are onnx_ir Values; `op` emits standard ops, ops.py the contrib ones.
 
-    matmuls counts linear modules by weight format; dequantized says of each quantized module that is carried as float
-    why it is.
+    matmuls counts linear modules by weight format, experts those of mixtures by the format they are carried in;
+    dequantized says of each quantized module that is carried as float why it is.
     """
 
     def __init__(self, name: str, io: IoSpec, io_dtype: ir.DataType) -> None:
@@ -42,6 +42,7 @@ class Graph:
         self.weights: dict[str, Weight] = {}
         self.narrowed: set[object] = set()
         self.matmuls: Counter[str] = Counter()
+        self.experts: Counter[str] = Counter()
         self.dequantized: dict[str, str] = {}
         self._builder = GraphBuilder(graph)
         self._contrib = self._builder.opset("com.microsoft", 1)
@@ -139,6 +140,13 @@ class Graph:
 
     def count(self, op_type: str) -> int:
         return sum(node.op_type == op_type for node in self._builder.graph)
+
+    def required_ops(self) -> dict[tuple[str, str], set[str]]:
+        """Attribute names by (domain, op type), over all nodes."""
+        ops: dict[tuple[str, str], set[str]] = {}
+        for node in self._builder.graph:
+            ops.setdefault((node.domain, node.op_type), set()).update(node.attributes)
+        return ops
 
     def __len__(self) -> int:
         return self._builder.graph.num_nodes()

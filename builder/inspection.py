@@ -10,11 +10,12 @@ from typing import Any
 
 import onnx
 
-from builder import findings, reader
+from builder import findings, overlays, reader
 from builder.checkpoint import Checkpoint, TensorRef, reading
 from builder.contract import TensorSpec
 from builder.errors import MachineError, one_line
-from builder.package import DATA_FILE
+from builder.manifest import BUILD_FILE, MANIFEST_FILE
+from builder.package import CARD_FILE, DATA_FILE
 from builder.progress import Progress, silent
 from builder.reader import GraphFile, Package
 from builder.source import Source, read_source
@@ -310,7 +311,10 @@ def _shared(ranges: Mapping[str, Mapping[str, Range]]) -> list[dict[str, Any]]:
 
 
 def _data_use(folder: Path, ranges: Mapping[str, Mapping[str, Range]]) -> dict[str, dict[str, int]]:
-    """For each data file its size, and how many of its bytes a graph refers to; the rest is alignment."""
+    """For each data file its size, and how many of its bytes a graph refers to.
+
+    The rest is alignment, or what no graph uses of a linked shard.
+    """
     places = {place for own in ranges.values() for place in own.values()}
     return {
         file: {
@@ -330,7 +334,8 @@ def _package_warnings(
 ) -> list[str]:
     graphs = [graph.path.name for graph in (package.target, package.mtp) if graph]
     data = {file for own in ranges.values() for file, _, _ in own.values()}
-    known = {reader.CONFIG_FILE, *TEXT_FILES, *graphs, *data, DATA_FILE}
+    papers = {MANIFEST_FILE, BUILD_FILE, CARD_FILE, overlays.FOLDER}
+    known = {reader.CONFIG_FILE, *TEXT_FILES, *graphs, *data, DATA_FILE, *papers}
     stray = sorted(path.name for path in folder.iterdir() if path.name not in known)
     lines = [f"files that no part of the package refers to: {', '.join(stray)}"] if stray else []
     if not package.eos_token_ids:

@@ -15,6 +15,8 @@ from builder.graph import Graph, Value
 
 DOMAIN = "com.microsoft"
 FLOAT = ir.DataType.FLOAT
+MINIMUM_RUNTIME = "1.30"
+"""The first ONNX Runtime that has all of SCHEMAS, with these attributes; its CPU has them all but three from 1.32."""
 Attributes = Mapping[str, int | float | str | Sequence[int]]
 OutputSpec = tuple[ir.DataType, Sequence[int | str]]
 
@@ -32,9 +34,20 @@ def _schema(max_inputs: int, max_outputs: int, *attributes: str) -> OpSchema:
     return OpSchema(frozenset(attributes), max_inputs, max_outputs)
 
 
+MOE_ATTRIBUTES = (
+    "k",
+    "normalize_routing_weights",
+    "activation_type",
+    "activation_alpha",
+    "activation_beta",
+    "swiglu_fusion",
+)
 SCHEMAS: Mapping[str, OpSchema] = {
     "MatMulBlockQuantizedFp4Weight": _schema(4, 1, "block_size"),
     "MatMulBlockQuantizedFp8Weight": _schema(3, 1, "block_size"),
+    "GatedAdd": _schema(3, 1),
+    "MoE": _schema(5, 1, *MOE_ATTRIBUTES),
+    "QMoE": _schema(17, 1, *MOE_ATTRIBUTES, "quant_type", "block_size", "expert_weight_bits"),
     "SkipSimplifiedLayerNormalization": _schema(3, 4, "epsilon"),
     "GatedRMSNorm": _schema(3, 1, "epsilon", "activation"),
     "MRotaryEmbedding": _schema(
@@ -95,6 +108,50 @@ def matmul_fp8(graph: Graph, x: Value, weight: Value, scale: Value, *, block_siz
     """x [T, K] times the transpose of weight E4M3 [N, K] * scale F32 [N, K/block_size]; activations are kept."""
     outputs = _rows(graph, weight)
     return _emit(graph, "MatMulBlockQuantizedFp8Weight", [x, weight, scale], outputs, block_size=block_size)[0]
+
+
+def moe(graph: Graph, x: Value, scores: Value, gate_up: Value, down: Value, *, per_token: int) -> Value:
+    """x [T, H] through the experts of its per_token best scores [T, E]: gate_up [E, 2 I, H] with gate and up rows by
+    turns (the only order that released CUDA kernels take rightly), down [E, H, I].
+    """
+    return _emit(graph, "MoE", [x, scores, gate_up, None, down], [like(x)], **_mixture(per_token))[0]
+
+
+def qmoe(
+    graph: Graph,
+    x: Value,
+    scores: Value,
+    gate_up: Value,
+    gate_up_scale: Value,
+    gate_up_multiplier: Value,
+    down: Value,
+    down_scale: Value,
+    down_multiplier: Value,
+    *,
+    per_token: int,
+) -> Value:
+    """As moe, with NVFP4 experts: codes [E, K, N/2], E4M3 scales [E, N, K/16], one multiplier an expert [E]."""
+    weights = [gate_up, gate_up_scale, None, down, down_scale, None]
+    inputs = [x, scores, *weights, *[None] * 7, gate_up_multiplier, down_multiplier]
+    quantized = {"quant_type": "nvfp4", "block_size": 16, "expert_weight_bits": 4}
+    return _emit(graph, "QMoE", inputs, [like(x)], **_mixture(per_token), **quantized)[0]
+
+
+def _mixture(per_token: int) -> dict[str, object]:
+    """silu(gate) * up, and weights of the best experts that sum to 1."""
+    return {
+        "k": per_token,
+        "normalize_routing_weights": 1,
+        "activation_type": "swiglu",
+        "activation_alpha": 1.0,
+        "activation_beta": 0.0,
+        "swiglu_fusion": 1,
+    }
+
+
+def gated_add(graph: Graph, x: Value, y: Value, gate: Value) -> Value:
+    """x + y * gate, where gate [T, 1] weighs rows."""
+    return _emit(graph, "GatedAdd", [x, y, gate], [like(x)])[0]
 
 
 def rms_norm(graph: Graph, x: Value, weight: Value, *, epsilon: float) -> Value:

@@ -32,6 +32,8 @@ class ExportOptions:
     max_batch_size: int = 100
     context_length: int | None = None
     strict: bool = False
+    hash: bool = False
+    revision: str | None = None
     force: bool = False
 
     @property
@@ -43,6 +45,18 @@ class ExportOptions:
         """One capture slot more than drafts: the anchor row is captured too."""
         return self.max_draft_tokens + 1 if self.checkpoints == "compact" else 0
 
+    def recorded(self, limits: Limits) -> dict[str, object]:
+        """What shaped the package, resolved. How weights were brought is each file's own record."""
+        return {
+            "dtype": self.activation_dtype,
+            "mtp": self.mtp,
+            "checkpoints": self.checkpoints,
+            "context_length": limits.context_length,
+            "max_draft_tokens": limits.max_draft_tokens,
+            "block_size": limits.block_size,
+            "max_batch_size": limits.max_batch_size,
+        }
+
     def check(self) -> None:
         """Raises Refused for a value outside what is possible."""
         for name, allowed in CHOICES.items():
@@ -50,8 +64,6 @@ class ExportOptions:
                 raise Refused(
                     f"--{name}", expected=" or ".join(allowed), found=getattr(self, name), remedy="choose one of them"
                 )
-        if self.weights == "link":
-            raise Refused("--weights", expected="auto or copy", found="link", remedy="this version copies weights")
         size = self.block_size
         if size < 16 or size & (size - 1):
             raise Refused("--block-size", expected="a power of two, 16 or more", found=size, remedy="choose another")

@@ -1,46 +1,96 @@
-"""The package folder: weights streamed, graphs, configuration and text files, staged beside the target and renamed.
+"""The package folder: weights linked or streamed, graphs, configuration, text files and manifest, made in one piece.
 
-Nothing appears under the final name before it is whole: everything is written into a `.partial-*` folder in the same
-parent, read back and cross-checked, flushed, and renamed. Whatever fails on the way takes that folder with it.
+Everything is written into a staging folder beside the target, read back and cross-checked, flushed, and published.
+Whatever fails on the way takes that folder with it and leaves what stood there before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 
-from builder import reader
+from builder import digests, files, manifest, overlays, reader, staging
 from builder.checkpoint import Checkpoint
 from builder.errors import MachineError, Refused
 from builder.genai_config import MTP_FILE, TARGET_FILE
 from builder.graph import Graph
+from builder.linking import Brought, bring
 from builder.progress import Progress
+from builder.provenance import FileRecord, build_record, document
 from builder.tokens import TEXT_FILES
-from builder.weights import Placed, Placement, Weight, place
+from builder.weights import Placement, Stored, Weight, check_in_place, place
 
 FILES = {"target": TARGET_FILE, "mtp": MTP_FILE}
-DATA_FILE = "weights.data"
+DATA_FILE, TRANSFORMED_FILE = "weights.data", "transformed.data"
 CONFIG_FILE = reader.CONFIG_FILE
+CARD_FILE = "README.md"
 MAX_TEXT_FILE_BYTES = 1 << 24
+AnyWeight = TypeVar("AnyWeight", bound=Weight)
+SPARE_BYTES = 1 << 24
+"""Room for graphs, manifest and file system, beside the weights and text files."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What write() makes a package of.
+
+    graphs: "target" and perhaps "mtp". describe: shared initializers to genai_config.json's content. card: the manifest
+    to README.md's text. options: what shaped the package, for the manifest. weights: "auto", "link" or "copy". hash:
+    read linked shards for their digest and check all their values.
+    """
+
+    graphs: Mapping[str, Graph]
+    describe: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    card: Callable[[Mapping[str, Any]], str]
+    overlays: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Any]
+    weights: str
+    hash: bool
+
+    @property
+    def distinct(self) -> list[Weight]:
+        weights = [weight for graph in self.graphs.values() for weight in graph.weights.values()]
+        return list({weight.key: weight for weight in weights}.values())
+
+    @property
+    def narrowed(self) -> set[object]:
+        return set[object]().union(*(graph.narrowed for graph in self.graphs.values()))
 
 
 @dataclass(frozen=True)
 class Written:
-    """Bytes of weights in the package, how many of them both graphs use, and what was odd about the values."""
+    """Bytes of weights by how they came, how many of them both graphs use, and what was odd."""
 
-    bytes: int
+    linked_bytes: int
+    copied_bytes: int
     shared_bytes: int
     warnings: list[str]
+
+
+@dataclass
+class Draft:
+    """A package in its staging folder: what is in it so far."""
+
+    folder: Path
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    shards: dict[str, Brought] = field(default_factory=dict)
+    places: dict[object, Placement] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def write(self, name: str, data: bytes) -> None:
+        self.records[name] = FileRecord(len(data), files.write(self.folder / name, data))
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        self.write(name, manifest.encode(content))
 
 
 def refuse_existing(out: Path, force: bool) -> None:
@@ -80,43 +130,40 @@ def refuse_source(checkpoint: Checkpoint, out: Path) -> None:
         )
 
 
-def write(
-    out: Path,
-    checkpoint: Checkpoint,
-    graphs: Mapping[str, Graph],
-    describe: Callable[[list[dict[str, Any]]], dict[str, Any]],
-    *,
-    force: bool,
-    progress: Progress,
-) -> Written:
-    """graphs: "target" and perhaps "mtp". describe: shared initializers to genai_config.json's content.
-
-    Raises Refused or MachineError, with nothing left behind.
-    """
+def write(out: Path, checkpoint: Checkpoint, recipe: Recipe, *, force: bool, progress: Progress) -> Written:
+    """Raises Refused or MachineError, with nothing left behind and what stood at `out` untouched."""
     out = Path(os.path.abspath(out))  # no `..` may stay: it would lead elsewhere once folders are renamed
-    with _machine_errors(out), _staging(out) as folder:
-        placed = _write_weights(folder, graphs, progress)
-        places = placed.places
-        for name, graph in graphs.items():
-            proto = ir.to_proto(graph.to_model(places))
-            (folder / FILES[name]).write_bytes(proto.SerializeToString(deterministic=True))
-        _copy_text_files(checkpoint, folder)
-        shared = _shared_initializers(graphs, places)
-        config = describe(shared)
-        (folder / CONFIG_FILE).write_text(
-            json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8"
-        )
+    with machine_errors(out), staging.staging(out) as folder:
+        draft = Draft(folder)
+        _require_room(checkpoint, recipe, folder)
+        _bring_weights(draft, checkpoint, recipe, progress)
+        for name, graph in recipe.graphs.items():
+            proto = ir.to_proto(graph.to_model(draft.places))
+            draft.write(FILES[name], proto.SerializeToString(deterministic=True))
+        _copy_text_files(draft, checkpoint)
+        shared = _shared_initializers(recipe.graphs, draft.places)
+        draft.write_json(CONFIG_FILE, recipe.describe(shared))
+        _write_overlays(draft, recipe.overlays)
+        _write_manifest(draft, checkpoint, recipe)
         reader.read(folder)
-        _flush(folder)
+        for path in (folder / overlays.FOLDER, folder):
+            files.sync(path)
         refuse_existing(out, force)
-        _publish(folder, out)
-        _sync(out.parent)
-    total = sum(placement.length for placement in places.values())
-    return Written(total, sum(int(entry["length"]) for entry in shared), placed.warnings)
+        draft.warnings += filter(None, [staging.publish(folder, out)])
+    return _written(draft, shared)
+
+
+def _written(draft: Draft, shared: list[dict[str, Any]]) -> Written:
+    linked = {name for name, shard in draft.shards.items() if shard.linked}
+    sizes = {True: 0, False: 0}
+    for placement in draft.places.values():
+        sizes[placement.file in linked] += placement.length
+    return Written(sizes[True], sizes[False], sum(int(entry["length"]) for entry in shared), draft.warnings)
 
 
 @contextlib.contextmanager
-def _machine_errors(out: Path) -> Iterator[None]:
+def machine_errors(out: Path) -> Iterator[None]:
+    """What the operating system refuses becomes a MachineError that names the file."""
     try:
         yield
     except OSError as error:
@@ -126,36 +173,99 @@ def _machine_errors(out: Path) -> Iterator[None]:
         raise MachineError(f"{where}: {error.strerror or error}; the package was not written") from error
 
 
-@contextlib.contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, gone afterwards unless it was renamed."""
-    made = [parent for parent in out.parents if not parent.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".partial-{out.name[:100]}-", dir=out.parent))
-    folder.chmod(0o755)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not out.exists():
-            for parent in made:
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
+# --- weights
 
 
-def _write_weights(folder: Path, graphs: Mapping[str, Graph], progress: Progress) -> Placed:
-    weights = [weight for graph in graphs.values() for weight in graph.weights.values()]
-    narrowed = set[object]().union(*(graph.narrowed for graph in graphs.values()))
-    with (folder / DATA_FILE).open("wb") as file:
-        return place(_reported(weights, progress), file, DATA_FILE, narrowed)
+def _stored(weights: Sequence[Weight]) -> list[Stored]:
+    return [weight for weight in weights if isinstance(weight, Stored)]
 
 
-def _reported(weights: list[Weight], progress: Progress) -> Iterator[Weight]:
+def _shards(weights: Sequence[Weight]) -> list[Path]:
+    return sorted({weight.ref.file for weight in _stored(weights)})
+
+
+def _may_link(recipe: Recipe, folder: Path) -> bool:
+    """Whether links are to be tried: "auto" does so where all shards are on the package's own file system."""
+    if recipe.weights != "auto":
+        return recipe.weights == "link"
+    device = folder.stat().st_dev
+    return all(path.stat().st_dev == device for path in _shards(recipe.distinct))
+
+
+def _require_room(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> None:
+    """Raises MachineError where the package cannot fit. A link takes no room, if links are possible."""
+    linked = _may_link(recipe, folder)
+    weights = [weight for weight in recipe.distinct if not (linked and isinstance(weight, Stored))]
+    texts = [checkpoint.folder / name for name in TEXT_FILES]
+    needed = SPARE_BYTES + sum(weight.nbytes for weight in weights)
+    needed += sum(path.stat().st_size for path in texts if path.is_file())
+    _refuse_full(folder, needed)
+
+
+def _refuse_full(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise MachineError(
+            f"{folder.parent}: the package needs {needed:,} bytes, {free:,} are free; free some or choose another disk"
+        )
+
+
+def _bring_weights(draft: Draft, checkpoint: Checkpoint, recipe: Recipe, progress: Progress) -> None:
+    """Links what can stay as it is, and streams the rest into one data file."""
+    weights, linked = recipe.distinct, _may_link(recipe, draft.folder) and _bring_shards(draft, recipe, progress)
+    if linked:
+        in_place = _stored(weights)
+        draft.places |= {weight.key: weight.in_place for weight in in_place}
+        weights = [weight for weight in weights if not isinstance(weight, Stored)]
+        # What float16 cannot hold is a matter of this export; the rest of 22 GB is read when somebody asks for it.
+        judged = in_place if recipe.hash else [weight for weight in in_place if weight.key in recipe.narrowed]
+        draft.warnings += check_in_place(_reported(judged, "checking linked weights", progress), recipe.narrowed)
+    name = TRANSFORMED_FILE if linked else DATA_FILE
+    with files.NewFile(draft.folder / name, digests.XXH3) as file:
+        placed = place(_reported(weights, "writing weights", progress), file, name, recipe.narrowed)
+    draft.records[name] = FileRecord(file.size, file.digest)
+    draft.places |= placed.places
+    draft.warnings += placed.warnings
+
+
+def _bring_shards(draft: Draft, recipe: Recipe, progress: Progress) -> bool:
+    """False where "auto" finds that links are impossible after all; then nothing of them stays."""
+    for path in _shards(recipe.distinct):
+        target = draft.folder / path.name
+        if recipe.weights == "link":
+            _refuse_full_for_copy(path, draft.folder)
+        shard = bring(path, target, progress, may_copy=recipe.weights == "link")
+        if shard is None:
+            draft.warnings.append(f"{path.name} cannot be linked here: weights were copied")
+            for name in draft.shards:
+                (draft.folder / name).unlink()
+            draft.shards.clear()
+            return False
+        draft.shards[path.name] = shard
+        if not shard.linked:
+            draft.warnings.append(f"{path.name} was copied whole: {shard.reason}")
+    for name, shard in draft.shards.items():
+        digest = shard.digest
+        if digest is None and recipe.hash:
+            digest = digests.of_file(draft.folder / name, digests.XXH3, progress)
+        draft.records[name] = FileRecord(
+            (draft.folder / name).stat().st_size, digest, digests.of_header(draft.folder / name)
+        )
+    return True
+
+
+def _refuse_full_for_copy(shard: Path, folder: Path) -> None:
+    """A shard of another file system is going to be copied; find out before the first byte whether it fits."""
+    if shard.stat().st_dev != folder.stat().st_dev:
+        _refuse_full(folder, SPARE_BYTES + shard.stat().st_size)
+
+
+def _reported(weights: Sequence[AnyWeight], task: str, progress: Progress) -> Iterator[AnyWeight]:
     total, done = sum(weight.nbytes for weight in weights), 0
     for weight in weights:
         yield weight
         done += weight.nbytes
-        progress("writing weights", done, total)
+        progress(task, done, total)
 
 
 def shared_weights(graphs: Mapping[str, Graph]) -> dict[str, Weight]:
@@ -183,7 +293,10 @@ def _shared_initializers(graphs: Mapping[str, Graph], places: Mapping[object, Pl
     ]
 
 
-def _copy_text_files(checkpoint: Checkpoint, folder: Path) -> None:
+# --- texts
+
+
+def _copy_text_files(draft: Draft, checkpoint: Checkpoint) -> None:
     """The allow-listed files, as they are. A link may lead to the checkpoint's own cache, nowhere else."""
     for name in TEXT_FILES:
         source = checkpoint.folder / name
@@ -199,7 +312,7 @@ def _copy_text_files(checkpoint: Checkpoint, folder: Path) -> None:
                 found=source.stat().st_size,
                 remedy="check the file",
             )
-        (folder / name).write_bytes(source.read_bytes())
+        draft.write(name, source.read_bytes())
 
 
 def _refuse_stray_link(source: Path) -> None:
@@ -214,34 +327,22 @@ def _refuse_stray_link(source: Path) -> None:
         )
 
 
-def _flush(folder: Path) -> None:
-    for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
+def _write_overlays(draft: Draft, contents: Mapping[str, Mapping[str, Any]]) -> None:
+    (draft.folder / overlays.FOLDER).mkdir()
+    for name, content in contents.items():
+        draft.write_json(f"{overlays.FOLDER}/{name}.json", content)
 
 
-def _sync(path: Path) -> None:
-    """A file or a folder; a rename lasts only once the folder it happened in is flushed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_manifest(draft: Draft, checkpoint: Checkpoint, recipe: Recipe) -> None:
+    """The card is one of the manifest's files and is made of the rest of it, so it comes first."""
 
+    def made() -> dict[str, Any]:
+        return document(checkpoint, recipe.options, recipe.graphs, draft.places, draft.records, FILES)
 
-def _publish(folder: Path, out: Path) -> None:
-    """Renames; an old package is set aside first and restored if the rename fails."""
-    if not out.exists():
-        folder.rename(out)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".partial-{out.name[:100]}-old-", dir=out.parent))
-    old = aside / out.name
-    try:
-        out.rename(old)
-        folder.rename(out)
-    except BaseException:  # an interrupt too: what was set aside is somebody's only copy
-        if old.exists():
-            old.rename(out)
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
+    draft.write(CARD_FILE, recipe.card(made()).encode("utf-8"))
+    encoded = manifest.encode(made())
+    files.write(draft.folder / manifest.MANIFEST_FILE, encoded)
+    shards = {name: {"how": shard.how, "why_not_better": shard.reason} for name, shard in draft.shards.items()}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    record = build_record(encoded, checkpoint, shards, created)
+    files.write(draft.folder / manifest.BUILD_FILE, manifest.encode(record))

@@ -12,6 +12,7 @@ from builder.checkpoint import Checkpoint
 from builder.config import ModelConfig
 from builder.exporter import GraphReport, build_graphs, graph_reports
 from builder.graph import Graph
+from builder.hub import checkpoint_folder
 from builder.options import ExportOptions
 from builder.source import read_source
 from builder.weights import Stored, Weight
@@ -41,7 +42,7 @@ def plan(src: str | Path, options: ExportOptions | None = None, batch_size: int 
     """
     options = options or ExportOptions()
     options.check()
-    checkpoint = Checkpoint(src)
+    checkpoint = Checkpoint(checkpoint_folder(src, options.revision))
     source = read_source(checkpoint, options.mtp, read_values=False, strict=options.strict)
     limits = options.limits(source.config)
     graphs = build_graphs(source, limits, options)

@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx
 
-from builder import contract
+from builder import contract, manifest, overlays
 from builder.contract import IoSpec, TensorSpec
 from builder.errors import MachineError, Refused
 
@@ -19,11 +19,12 @@ RE_EXPORT = "export the package again"
 
 @dataclass(frozen=True)
 class DataRange:
-    """Where an initializer's bytes end in a data file of the package."""
+    """Where an initializer's bytes end in a data file of the package, and how many they are."""
 
     tensor: str
     file: str
     end: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,16 @@ class Package:
     eos_token_ids: tuple[int, ...]
 
 
-def read(folder: str | Path) -> Package:
-    """Raises Refused where a file is missing or the package contradicts itself, MachineError where it is unreadable."""
+def read(folder: str | Path, overlay: str | None = None) -> Package:
+    """overlay: the name of one in the package's own folder of them, laid over its configuration.
+
+    Raises Refused where a file is missing or the package contradicts itself, MachineError where it is unreadable."""
     folder = Path(folder)
     try:
         config = _config(folder)
+        if overlay is not None:
+            config = overlays.merged(config, overlays.read(folder, overlay))
+        manifest.read(folder)  # refuses a contract this version does not know
         package = _package(folder, config)
         _check_names(config, package)
         _check_consistent(package)
@@ -93,6 +99,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _package(folder: Path, config: dict[str, Any]) -> Package:
     model = config["model"]
     decoder, mtp = model["decoder"], model.get("mtp")
+    if mtp and mtp.get("enabled") is False:
+        mtp = None
     groups = {group["kind"]: group for group in decoder["state_groups"]}
     recurrent = groups.get("fixed_recurrent", {})
     batching = config["engine"]["dynamic_batching"]
@@ -153,7 +161,8 @@ def _graph_file(folder: Path, name: str) -> GraphFile:
 
 def _data_range(tensor: onnx.TensorProto) -> DataRange:
     place = {entry.key: entry.value for entry in tensor.external_data}
-    return DataRange(tensor.name, place["location"], int(place.get("offset", 0)) + int(place["length"]))
+    length = int(place["length"])
+    return DataRange(tensor.name, place["location"], int(place.get("offset", 0)) + length, length)
 
 
 def _check_data(graph: GraphFile) -> None:

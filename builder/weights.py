@@ -1,22 +1,23 @@
 """Where each initializer's bytes come from, and where they are put.
 
 A Weight is either Stored (the checkpoint's own bytes, untouched) or Computed (a named transform of them, in float32).
-Placing streams one weight at a time into a data file, so peak memory is that of the largest tensor; two initializers
-with the same source share one byte range, which is how both graphs share embedding and LM head.
+Stored bytes may stay where they are, in a linked shard; all others are streamed into a data file one weight at a time,
+so peak memory is that of the largest tensor. Two initializers with the same source share one byte range, which is how
+both graphs share embedding and LM head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from builder.checkpoint import TensorRef
-from builder.errors import Refused
+from builder.checkpoint import TensorRef, reading
+from builder.files import NewFile, pieces
 from builder.values import ValueCheck
 
 LARGE_BYTES = 1 << 16
@@ -25,6 +26,15 @@ SMALL_ALIGNMENT = 256
 CHUNK_BYTES = 1 << 24
 
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A byte range of a data file: offset and length in bytes."""
+
+    file: str
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -47,20 +57,36 @@ class Stored:
     def origin(self) -> str:
         return self.ref.name
 
+    @property
+    def sources(self) -> tuple[TensorRef, ...]:
+        return (self.ref,)
+
+    @property
+    def in_place(self) -> Placement:
+        """Where the bytes are if the shard itself is in the package, under its own name."""
+        return Placement(self.ref.file.name, self.ref.offset, self.ref.nbytes)
+
 
 @dataclass(frozen=True)
 class Computed:
-    """`transform` names what `compute` does to the tensor `origin` (None: to no tensor), into `dtype`."""
+    """`transform` names what `compute` does to the tensors `sources` (none: it makes a table), into `dtype`.
+
+    compute gives the array, or pieces of it in order along its first axis where the whole would take too much memory.
+    """
 
     transform: str
-    origin: str | None
+    sources: tuple[TensorRef, ...]
     shape: tuple[int, ...]
-    compute: Callable[[], Array]
+    compute: Callable[[], Array | Iterator[Array]]
     dtype: ir.DataType = ir.DataType.FLOAT
 
     @property
     def key(self) -> object:
-        return self.transform, self.origin
+        return self.transform, tuple((ref.file, ref.offset, ref.nbytes) for ref in self.sources)
+
+    @property
+    def origin(self) -> str | None:
+        return self.sources[0].name if self.sources else None
 
     @property
     def nbytes(self) -> int:
@@ -71,15 +97,6 @@ Weight = Stored | Computed
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A byte range of a data file: offset and length in bytes."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
 class Placed:
     """Places by Weight.key, and what was odd about the values."""
 
@@ -87,48 +104,70 @@ class Placed:
     warnings: list[str]
 
 
-def place(weights: Iterable[Weight], file: BinaryIO, file_name: str, narrowed: set[object]) -> Placed:
+def place(weights: Iterable[Weight], file: NewFile, file_name: str, narrowed: set[object]) -> Placed:
     """Streams each distinct weight into `file`, its values checked on the way.
 
     narrowed: keys of weights that the graph casts to float16; a value beyond its range is refused by tensor name, and
     values that it turns into zeros are counted.
     """
     places: dict[object, Placement] = {}
-    warnings: list[str] = []
+    checks: list[ValueCheck] = []
     for weight in weights:
         if weight.key in places:
             continue
         alignment = LARGE_BYTES if weight.nbytes >= LARGE_BYTES else SMALL_ALIGNMENT
-        file.write(bytes(-file.tell() % alignment))
-        offset = file.tell()
-        check = ValueCheck(weight.origin, narrowed=weight.key in narrowed)
-        for chunk in _chunks(weight):
-            check.feed(chunk)
-            file.write(chunk.reshape(-1).view(np.uint8).data)
-        places[weight.key] = Placement(file_name, offset, file.tell() - offset)
-        warnings += filter(None, [check.warning()])
-    return Placed(places, warnings)
+        file.write(bytes(-file.size % alignment))
+        places[weight.key] = Placement(file_name, file.size, weight.nbytes)
+        checks.append(ValueCheck(weight.origin, narrowed=weight.key in narrowed))
+        if isinstance(weight, Stored):
+            _copy(weight, file, checks[-1])
+        else:
+            _write(weight, file, checks[-1])
+    return Placed(places, _odd(checks))
 
 
-def _chunks(weight: Weight) -> Iterator[Array]:
-    if isinstance(weight, Computed):
-        values = np.ascontiguousarray(weight.compute())
-        if values.shape != weight.shape or values.dtype != weight.dtype.numpy():
+def check_in_place(weights: Iterable[Stored], narrowed: set[object]) -> list[str]:
+    """Reads and judges weights that stay where they are, as place() does. Returns what was odd."""
+    checks: list[ValueCheck] = []
+    for weight in weights:
+        checks.append(ValueCheck(weight.origin, narrowed=weight.key in narrowed))
+        dtype, offset = weight.dtype.numpy(), weight.ref.offset
+        with reading(weight.ref.file), weight.ref.opened() as source:
+            for start, end in weight.ref.stored_parts(source):
+                for piece in pieces(source.fileno(), offset + start, offset + end):
+                    checks[-1].feed(np.frombuffer(piece, dtype))
+    return _odd(checks)
+
+
+def _odd(checks: Iterable[ValueCheck]) -> list[str]:
+    return [line for check in checks if (line := check.warning())]
+
+
+def _write(weight: Computed, file: NewFile, check: ValueCheck) -> None:
+    made = weight.compute()
+    end = file.size + weight.nbytes
+    for values in [made] if isinstance(made, np.ndarray) else made:
+        whole = values.shape if made is values else (weight.shape[0], *values.shape[1:])
+        if whole != weight.shape or values.dtype != weight.dtype.numpy():
             raise AssertionError(f"{weight.transform} of {weight.origin} gave {values.dtype} {values.shape}")
-        yield values
-        return
-    dtype = weight.dtype.numpy()
-    with weight.ref.file.open("rb") as file:
-        file.seek(weight.ref.offset)
-        left = weight.nbytes
-        while left:
-            piece = file.read(min(CHUNK_BYTES, left))
-            if not piece:
-                raise Refused(
-                    f"{weight.ref.file.name} tensor {weight.ref.name}",
-                    expected=f"{left} more bytes",
-                    found="the end of the file",
-                    remedy="the file changed while it was read; run again",
-                )
-            left -= len(piece)
-            yield np.frombuffer(piece, dtype)
+        check.feed(values)
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        for start in range(0, len(flat), CHUNK_BYTES):
+            file.write(flat[start : start + CHUNK_BYTES])
+    if file.size != end:
+        raise AssertionError(f"{weight.transform} of {weight.origin} gave {file.size - end} bytes more than promised")
+
+
+def _copy(weight: Stored, file: NewFile, check: ValueCheck) -> None:
+    """Holes of a sparse checkpoint stay holes."""
+    dtype, offset, done = weight.dtype.numpy(), weight.ref.offset, 0
+
+    def see(piece: memoryview) -> None:
+        check.feed(np.frombuffer(piece, dtype))
+
+    with weight.ref.opened() as source:
+        for start, end in weight.ref.stored_parts(source):
+            file.skip(start - done)
+            file.copy(source.fileno(), offset + start, offset + end, see)
+            done = end
+    file.skip(weight.nbytes - done)

@@ -10,15 +10,19 @@ if TYPE_CHECKING:
     from runtime.limits import EngineOptions
     from runtime.loading import LoadedPackage, load
     from runtime.request import Request
+    from runtime.verification import Verification, VerifyOptions, verify
 
-__all__ = ["Engine", "EngineOptions", "LoadedPackage", "Request", "load"]
+__all__ = ["Engine", "EngineOptions", "LoadedPackage", "Request", "Verification", "VerifyOptions", "load", "verify"]
 
 _HOMES = {
     "Engine": "runtime.engine",
     "EngineOptions": "runtime.limits",
     "LoadedPackage": "runtime.loading",
     "Request": "runtime.request",
+    "Verification": "runtime.verification",
+    "VerifyOptions": "runtime.verification",
     "load": "runtime.loading",
+    "verify": "runtime.verification",
 }
 
 

@@ -33,18 +33,22 @@ class LoadedPackage:
         return self._mtp
 
 
-def load(path: str | Path, ep: ExecutionProvider = "auto") -> LoadedPackage:
-    """Raises Refused for a package that contradicts itself, MachineError where this machine cannot run it."""
-    return LoadedPackage(reader.read(path), ep)
+def load(path: str | Path, ep: ExecutionProvider = "auto", overlay: str | None = None) -> LoadedPackage:
+    """overlay: the name of one of the package's own changes of configuration.
+
+    Raises Refused for a package that contradicts itself, MachineError where this machine cannot run it.
+    """
+    return LoadedPackage(reader.read(path, overlay), ep)
 
 
 def _session(graph: GraphFile, ep: ExecutionProvider) -> Session:
-    memory.require(_float32_bytes(graph), f"the weights of {graph.path.name} in float32", "use a larger machine")
+    memory.require(_load_bytes(graph), f"the weights of {graph.path.name} in float32", "use a larger machine")
     return Session(graph, ep)
 
 
-def _float32_bytes(graph: GraphFile) -> int:
-    """Memory of the widened weights: four bytes for each, two of them in a byte of NVFP4."""
+def _load_bytes(graph: GraphFile) -> int:
+    """Memory while the weights are widened: four bytes for each, two of them in a byte of NVFP4, beside the stored."""
     proto = onnx.load(graph.path, load_external_data=False).graph
     packed = {node.input[1]: PACKED_OPS[node.op_type] for node in proto.node if node.op_type in PACKED_OPS}
-    return sum(4 * math.prod(tensor.dims) * packed.get(tensor.name, 1) for tensor in proto.initializer)
+    widened = sum(4 * math.prod(tensor.dims) * packed.get(tensor.name, 1) for tensor in proto.initializer)
+    return widened + sum({(place.file, place.end): place.length for place in graph.data}.values())

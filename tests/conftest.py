@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -52,7 +53,20 @@ def trained_checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def trained_package(tmp_path_factory: pytest.TempPathFactory, trained_checkpoint: Path) -> Path:
-    """The trained checkpoint exported with default options. Shared by all tests: copy it before changing it."""
+    """The trained checkpoint with a data file of its own. Shared by all tests: copy it before changing it."""
     out = tmp_path_factory.mktemp("packages") / "trained"
-    builder.export(trained_checkpoint, out)
+    builder.export(trained_checkpoint, out, builder.ExportOptions(weights="copy"))
     return out
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fixtures_stay_as_they_are() -> Iterator[None]:
+    """A linked package shares its bytes with the checkpoint, so a test that damages one could damage these."""
+
+    def state() -> dict[Path, tuple[int, int]]:
+        stats = {path: path.stat() for path in CHECKPOINTS.rglob("*")}
+        return {path: (found.st_size, found.st_mtime_ns) for path, found in stats.items()}
+
+    before = state()
+    yield
+    assert state() == before

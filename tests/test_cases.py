@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 COUNT = 70
-MOE, PACKAGING, ENGINE = "mixture of experts", "packaging", "the engine"
-OWNERS = (MOE, PACKAGING, ENGINE)
+MOE, ENGINE = "mixture of experts", "the engine"
+OWNERS = (MOE, ENGINE)
 """Later work, as the issue that asked for this table names it."""
 
 BUILDER, RUNTIME, CLI, CLI_PLAN = "tests/builder", "tests/runtime", "tests/test_cli.py", "tests/test_cli_plan.py"
@@ -36,6 +36,8 @@ CHECKPOINT, TOKENS, GENAI = (
     f"{BUILDER}/test_genai_config.py",
 )
 INSPECTION = f"{BUILDER}/test_inspection.py"
+LINKING, STAGING, KILL = f"{BUILDER}/test_linking.py", f"{BUILDER}/test_staging.py", f"{BUILDER}/test_kill.py"
+MANIFEST, PROVENANCE = f"{BUILDER}/test_manifest.py", f"{BUILDER}/test_provenance.py"
 ENGINE_TESTS, CONTROLS = f"{RUNTIME}/test_engine.py", f"{RUNTIME}/test_negative_controls.py"
 STATES, SAMPLING = f"{RUNTIME}/test_fixed_state.py", f"{RUNTIME}/test_sampling.py"
 
@@ -378,7 +380,7 @@ CASES: tuple[Case, ...] = (
         "the head uses the target's own bytes for embedding and LM head; embeddings of its own are refused",
         (
             f"{PACKAGE}::test_the_head_uses_the_targets_embedding_and_lm_head",
-            f"{PACKAGE}::test_the_data_file_is_covered_up_to_alignment",
+            f"{PACKAGE}::test_our_data_file_is_covered_up_to_alignment",
             f"{GAPS}::test_a_head_with_embeddings_of_its_own_is_refused",
         ),
     ),
@@ -488,24 +490,35 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "A57",
-        "IR and opsets are pinned, whatever onnx is installed",
-        (f"{GRAPHS}::test_versions_are_pinned",),
-        PACKAGING,
+        "IR and opsets are pinned, whatever onnx is installed; the manifest stamps operators, their attributes and the"
+        " contract, and a package of another contract is refused",
+        (
+            f"{GRAPHS}::test_versions_are_pinned",
+            f"{PROVENANCE}::test_required_ops_are_those_of_the_graphs",
+            f"{MANIFEST}::test_another_version_is_refused",
+        ),
     ),
     Case(
         "A58",
-        "a second export replaces the first whole, and every byte of the data file is somebody's",
+        "a second export replaces the first whole, and every byte of the data file that we write is somebody's; linked"
+        " shards keep their own offsets",
         (
             f"{PACKAGE}::test_force_replaces_the_whole_folder",
-            f"{PACKAGE}::test_the_data_file_is_covered_up_to_alignment",
+            f"{PACKAGE}::test_our_data_file_is_covered_up_to_alignment",
+            f"{PACKAGE}::test_ranges_of_a_file_do_not_overlap",
+            f"{LINKING}::test_real_checkpoints_are_read_in_place",
         ),
-        PACKAGING,
     ),
     Case(
         "A59",
-        "a full disk is named as such and leaves nothing",
-        (f"{PACKAGE}::test_a_failure_on_the_way_leaves_things_as_they_were",),
-        PACKAGING,
+        "a disk that is too small is found before a byte is written, with the bytes due; one that fills up is named as"
+        " such, whatever the call it fails, and leaves nothing",
+        (
+            f"{PACKAGE}::test_a_disk_that_is_too_small_is_found_before_anything_is_written",
+            f"{PACKAGE}::test_a_shard_that_has_to_be_copied_is_counted_before_its_first_byte",
+            f"{PACKAGE}::test_a_failure_on_the_way_leaves_things_as_they_were",
+            f"{KILL}::test_an_error_at_any_call_leaves_things_as_they_were",
+        ),
     ),
     Case(
         "A60",
@@ -552,13 +565,15 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "A65",
-        "graph files are small, writes are chunked, and large tensors start at 64 KiB",
+        "graph files are small, writes are chunked, both graphs share data files on purpose, and in those that we write"
+        " large tensors start at 64 KiB; offsets beyond 4 GB are whole",
         (
             f"{GRAPHS}::test_graph_files_are_small_and_weights_external",
             f"{WEIGHTS}::test_tensors_larger_than_a_chunk_are_written_piece_by_piece",
             f"{WEIGHTS}::test_bytes_arrive_at_their_places_without_needless_gaps",
+            f"{PACKAGE}::test_our_data_file_is_covered_up_to_alignment",
+            f"{LINKING}::test_offsets_beyond_four_gigabytes_are_whole",
         ),
-        PACKAGING,
     ),
     Case(
         "A66",
@@ -596,12 +611,16 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "A70",
-        "a killed export leaves no package, and the next one succeeds",
+        "an export killed at any step leaves the old package or the new one, whole, and the next one succeeds and"
+        " cleans up what a dead run left, never what a live one works on",
         (
             f"{PACKAGE}::test_a_killed_export_leaves_no_package_and_the_next_one_succeeds",
+            f"{KILL}::test_a_kill_leaves_the_old_package_or_the_new_one",
+            f"{KILL}::test_flushes_come_before_the_name",
+            f"{STAGING}::test_what_a_killed_run_left_is_removed",
+            f"{STAGING}::test_what_a_run_works_on_is_left_alone",
             f"{CLI}::test_a_terminated_export_leaves_nothing",
         ),
-        PACKAGING,
     ),
 )
 

@@ -57,7 +57,7 @@ def refuse(code: int, *arguments: object) -> str:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "package"
-    assert invoke("export", TRAINED, folder, "-q").exit_code == 0
+    assert invoke("export", TRAINED, folder, "--weights", "copy", "-q").exit_code == 0
     return folder
 
 
@@ -80,18 +80,21 @@ def test_help_is_light() -> None:
     assert not loaded & {"onnx", "onnxruntime", "onnxscript", "transformers", "numpy", "pydantic", "rich"}
 
 
-def test_export_reports(tmp_path: Path) -> None:
-    found = succeed("export", TRAINED, tmp_path / "package")
+@pytest.mark.parametrize("weights", ["copy", "link"])
+def test_export_reports(tmp_path: Path, weights: str) -> None:
+    found = succeed("export", TRAINED, tmp_path / "package", "--weights", weights)
     assert found["package"] == str(tmp_path / "package")
     assert found["graphs"]["target"]["matmuls"] == {"nvfp4": 21, "fp8": 30, "float": 12}
     assert found["graphs"]["target"]["layers"] == {"full_attention": 2, "linear_attention": 6}
     assert found["graphs"]["target"]["file"] == "model.onnx"
     assert found["graphs"]["target"]["nodes"] > 100
     assert found["graphs"]["mtp"]["matmuls"] == {"nvfp4": 0, "fp8": 1, "float": 8}
-    assert found["weights"]["linked_bytes"] == 0
+    data = "weights.data" if weights == "copy" else "transformed.data"
+    assert found["weights"]["copied_bytes"] <= (tmp_path / "package" / data).stat().st_size
+    assert (found["weights"]["linked_bytes"] == 0) == (weights == "copy")
     embedding, head = 2048 * 256 * 2, 2048 * 256 + 2048 * 4
     assert found["weights"]["shared_bytes"] == embedding + head
-    assert found["weights"]["copied_bytes"] > found["weights"]["shared_bytes"]
+    assert found["weights"]["copied_bytes"] + found["weights"]["linked_bytes"] > found["weights"]["shared_bytes"]
     assert found["seconds"] > 0
     assert found["peak_rss_bytes"] > 1 << 20
     assert found["warnings"] == []
@@ -108,7 +111,6 @@ def test_export_without_a_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--weights", "link"], "--weights: expected auto or copy, found link"),
         (["--block-size", "48"], "--block-size: expected a power of two, 16 or more, found 48"),
         (["--block-size", "8"], "found 8"),
         (["--max-draft-tokens", "8"], "--max-draft-tokens: expected 1 to 7, found 8"),

@@ -16,7 +16,14 @@ OURS = ("builder", "runtime", "cli", "fixtures", "tests", "benchmarks", "fuzz")
 # What a module may import of ours, beyond modules of its own package. The longest matching prefix speaks.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "cli": ("builder", "runtime"),
-    "runtime": ("builder.contract", "builder.reader", "builder.errors", "builder.progress"),
+    "runtime": (
+        "builder.audit",
+        "builder.checks",
+        "builder.contract",
+        "builder.errors",
+        "builder.progress",
+        "builder.reader",
+    ),
     "builder.models": (
         "builder.graph",
         "builder.ops",
@@ -43,7 +50,16 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "compressed_tensors": ("tests.reference", "fixtures.trained"),
     "transformers": ("runtime.text", "tests.reference", "fixtures.trained", "fixtures.modelopt"),
     "modelopt": ("fixtures.modelopt",),
-    "click": ("cli", "builder.display", "fuzz", "fixtures.trained", "fixtures.modelopt", "benchmarks", "tests"),
+    "click": (
+        "cli",
+        "builder.display",
+        "fuzz",
+        "fixtures.lookalike",
+        "fixtures.trained",
+        "fixtures.modelopt",
+        "benchmarks",
+        "tests",
+    ),
     "rich": ("cli", "builder.display"),
 }
 

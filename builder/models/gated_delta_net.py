@@ -69,7 +69,7 @@ class GatedDeltaNet:
 
     def _convolve(self, graph: Graph, qkv: Value, layer: int, step: Step) -> Value:
         channels = self.config.conv_channels
-        zeros = Computed("zeros", None, (channels,), lambda: np.zeros(channels, np.float32))
+        zeros = Computed("zeros", (), (channels,), lambda: np.zeros(channels, np.float32))
         rows, state, update = ops.causal_conv(
             graph,
             qkv,

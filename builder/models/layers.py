@@ -14,6 +14,7 @@ from builder.quant.modules import ModuleTensors
 from builder.quant.tensors import Dense, Fp8, Mxfp4, Nvfp4, QuantTensor, dequantize
 from builder.weights import Computed, Stored
 
+DECAY = "the decay it computes is exponentiated"
 STORED_DTYPES = {"BF16": ir.DataType.BFLOAT16, "F16": ir.DataType.FLOAT16, "F32": ir.DataType.FLOAT}
 
 
@@ -26,7 +27,7 @@ def as_float32(ref: TensorRef) -> Stored | Computed:
     """A float tensor in float32, which every stored float type widens to exactly."""
     if ref.dtype == "F32":
         return stored(ref)
-    return Computed("float32", ref.name, ref.shape, lambda: ref.read().astype(np.float32))
+    return Computed("float32", (ref,), ref.shape, lambda: ref.read().astype(np.float32))
 
 
 class Linear:
@@ -51,10 +52,10 @@ class Linear:
         ref, global_ref = weight.block_scale, weight.global_scale
         block_scale: Stored | Computed = Stored(ref, ir.DataType.UINT8, ref.shape)
         if weight.clamp_nan:
-            block_scale = Computed("clamp_nan", ref.name, ref.shape, weight.scale_bytes, ir.DataType.UINT8)
+            block_scale = Computed("clamp_nan", (ref,), ref.shape, weight.scale_bytes, ir.DataType.UINT8)
         multiplier: Stored | Computed = Stored(global_ref, ir.DataType.FLOAT, (1,))
         if weight.global_is_divisor:
-            multiplier = Computed("reciprocal", global_ref.name, (1,), lambda: weight.multiplier(global_ref.read()))
+            multiplier = Computed("reciprocal", (global_ref,), (1,), lambda: weight.multiplier(global_ref.read()))
         return self._four_bit(graph, x, weight, block_scale, multiplier)
 
     def _mxfp4(self, graph: Graph, x: Value, weight: Mxfp4) -> Value:
@@ -66,8 +67,8 @@ class Linear:
             # Only blocks of zeros lie outside, and any scale leaves them zero.
             return codecs.encode_e4m3_powers(np.clip(exponents, codecs.E4M3_POWERS[0], codecs.E4M3_POWERS[-1]))
 
-        block_scale = Computed("e8m0_as_e4m3", ref.name, ref.shape, scales, ir.DataType.UINT8)
-        multiplier = Computed("power", ref.name, (1,), lambda: np.exp2(np.array([common], np.float32)))
+        block_scale = Computed("e8m0_as_e4m3", (ref,), ref.shape, scales, ir.DataType.UINT8)
+        multiplier = Computed("power", (ref,), (1,), lambda: np.exp2(np.array([common], np.float32)))
         return self._four_bit(graph, x, weight, block_scale, multiplier)
 
     def _four_bit(
@@ -92,7 +93,7 @@ class Linear:
         graph.matmuls[weight.kind] += 1
         (rows, columns), ref = weight.shape, weight.scale
         shape = rows, -(-columns // weight.block[1])
-        scale: Stored | Computed = Computed("row_scales", ref.name, shape, lambda: weight.row_scales(ref.read()))
+        scale: Stored | Computed = Computed("row_scales", (ref,), shape, lambda: weight.row_scales(ref.read()))
         if ref.dtype == "F32" and weight.block[0] == 1:
             scale = Stored(ref, ir.DataType.FLOAT, shape)
         return ops.matmul_fp8(
@@ -105,14 +106,20 @@ class Linear:
 
 
 class FloatLinear:
-    """A linear whose result is exponentiated (the decay gates), so its weight stays float whatever it is stored as."""
+    """A linear whose result decides too much to be quantized: its weight is float whatever it is stored as.
 
-    def __init__(self, tensors: ModuleTensors, name: str, out_features: int, in_features: int) -> None:
+    reason: what it decides, for whoever stored it quantized.
+    """
+
+    def __init__(
+        self, tensors: ModuleTensors, name: str, out_features: int, in_features: int, reason: str = DECAY
+    ) -> None:
         self.name = f"{tensors.prefix}{name}"
         self.weight = tensors.linear(name, out_features, in_features)
+        self.reason = reason
 
     def __call__(self, graph: Graph, x: Value) -> Value:
-        return float_linear(graph, x, self.name, self.weight, "the decay it computes is exponentiated")
+        return float_linear(graph, x, self.name, self.weight, self.reason)
 
 
 def float_linear(graph: Graph, x: Value, name: str, weight: QuantTensor, reason: str) -> Value:
@@ -122,7 +129,7 @@ def float_linear(graph: Graph, x: Value, name: str, weight: QuantTensor, reason:
         source: Stored | Computed = stored(weight.weight)
     else:
         graph.dequantized[name] = reason
-        source = Computed("dequantize", name, weight.shape, lambda: dequantize(weight))
+        source = Computed("dequantize", weight.refs, weight.shape, lambda: dequantize(weight))
     return graph.op.Gemm(x, graph.io_weight(f"{name}.weight", source), transB=1)
 
 
@@ -141,7 +148,7 @@ class RMSNorm:
             with np.errstate(invalid="ignore"):  # NaN is refused where weights are placed
                 return ref.read().astype(np.float32) + np.float32(1)
 
-        return graph.io_weight(self.name, Computed("plus_one", ref.name, ref.shape, plus_one))
+        return graph.io_weight(self.name, Computed("plus_one", (ref,), ref.shape, plus_one))
 
     def __call__(self, graph: Graph, x: Value) -> Value:
         """x [..., size]"""

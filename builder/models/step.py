@@ -26,8 +26,8 @@ class Rotary:
     def of(cls, graph: Graph, config: ModelConfig, positions: int) -> Rotary:
         """Tables for `positions` positions, as initializers of the graph."""
         shape = (positions, config.rotary_dim // 2)
-        cos = Computed("cos", None, shape, lambda: rotary_table(config, positions, np.cos))
-        sin = Computed("sin", None, shape, lambda: rotary_table(config, positions, np.sin))
+        cos = Computed("cos", (), shape, lambda: rotary_table(config, positions, np.cos))
+        sin = Computed("sin", (), shape, lambda: rotary_table(config, positions, np.sin))
         return cls(
             graph.op.Unsqueeze(graph.input(contract.POSITION_IDS), [1]),
             graph.weight(contract.ROTARY_TABLE, cos),

@@ -31,7 +31,8 @@ def check_scales(quantized: QuantTensor) -> QuantTensor:
         case Nvfp4(global_scale=global_scale):
             _check_positive(global_scale, global_scale.read())
             _check_reciprocal(quantized)
-            return _check_blocks(quantized)
+            multiplier = quantized.multiplier(global_scale.read())
+            return _check_blocks(replace(quantized, multiplier_value=float(multiplier[0])))
         case Mxfp4(block_scale=block_scale):
             scales = codecs.decode_scale(block_scale.read())
             _check_positive(block_scale, scales)

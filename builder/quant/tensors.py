@@ -68,7 +68,8 @@ class Nvfp4:
     """packed U8 [N, K/2], even column in the low nibble; block_scale E4M3 [N, K/block_size]; global_scale F32 [1].
 
     global_is_divisor: compressed-tensors stores the reciprocal of ModelOpt's multiplier. clamp_nan: NaN block scales
-    stand over blocks of zeros alone and are read as 448, which leaves the zeros zero.
+    stand over blocks of zeros alone and are read as 448, which leaves the zeros zero. multiplier_value: what the global
+    scale multiplies by, once it was read.
     """
 
     packed: TensorRef
@@ -76,6 +77,7 @@ class Nvfp4:
     global_scale: TensorRef
     global_is_divisor: bool
     clamp_nan: bool = False
+    multiplier_value: float | None = None
     kind = "nvfp4"
 
     @property

@@ -1,4 +1,4 @@
-"""Packages that only read tests share: every option that changes the graphs, exported once."""
+"""Packages that only read tests share: every option that changes the graphs or where bytes lie, exported once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,26 @@ from fixtures import writer
 from fixtures.writer import Tiny
 
 TINY_PACKAGES: Mapping[str, tuple[writer.Dialect, Tiny, ExportOptions]] = {
-    "tiny": ("modelopt", Tiny(), ExportOptions()),
-    "bfloat16": ("compressed-tensors", Tiny(fp8_per_channel=True), ExportOptions(dtype="bfloat16", max_draft_tokens=7)),
-    "headless": ("modelopt", Tiny(mtp=False, tied=True, vision=True), ExportOptions(context_length=100)),
-    "no capture": ("compressed-tensors", Tiny(gates="nvfp4"), ExportOptions(checkpoints="off")),
+    "tiny": ("modelopt", Tiny(), ExportOptions(weights="copy")),
+    "bfloat16": (
+        "compressed-tensors",
+        Tiny(fp8_per_channel=True),
+        ExportOptions(weights="copy", dtype="bfloat16", max_draft_tokens=7),
+    ),
+    "headless": (
+        "modelopt",
+        Tiny(mtp=False, tied=True, vision=True),
+        ExportOptions(weights="copy", context_length=100),
+    ),
+    "no capture": ("compressed-tensors", Tiny(gates="nvfp4"), ExportOptions(weights="copy", checkpoints="off")),
+    "linked": ("compressed-tensors", Tiny(vision=True, fp8_per_channel=True), ExportOptions(weights="link")),
 }
 PACKAGE_NAMES = ("trained", *TINY_PACKAGES)
 
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory, trained_package: Path) -> Mapping[str, Path]:
-    """Package folders by name; nobody may change them."""
+    """Package folders by name; nobody may change them, least of all what a linked one shares with its checkpoint."""
     home = tmp_path_factory.mktemp("packages")
     folders = {"trained": trained_package}
     for name, (dialect, tiny, options) in TINY_PACKAGES.items():

@@ -122,10 +122,26 @@ def graph(package: Path, file: str = "model.onnx") -> onnx.GraphProto:
     return onnx.load(package / file, load_external_data=False).graph
 
 
+def place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
+    """File, offset and length of an external initializer."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    return entries["location"], int(entries["offset"]), int(entries["length"])
+
+
+def value(package: Path, tensor: onnx.TensorProto) -> NDArray[Any]:
+    """An initializer's value, read by its file and offset: onnx itself refuses data files that are hard links."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return onnx.numpy_helper.to_array(tensor)
+    name, offset, length = place(tensor)
+    with (package / name).open("rb") as file:
+        file.seek(offset)
+        data = file.read(length)
+    return np.frombuffer(data, onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(list(tensor.dims))
+
+
 def initializer(package: Path, name: str, file: str = "model.onnx") -> NDArray[Any]:
-    """The value of an initializer, read by onnx from the package's data file."""
-    tensor = next(tensor for tensor in graph(package, file).initializer if tensor.name == name)
-    return onnx.numpy_helper.to_array(tensor, str(package))
+    """The value of an initializer of a package's graph."""
+    return value(package, next(tensor for tensor in graph(package, file).initializer if tensor.name == name))
 
 
 def packaged_weights(package: Path, file: str = "model.onnx") -> dict[str, NDArray[np.float64]]:
@@ -136,7 +152,7 @@ def packaged_weights(package: Path, file: str = "model.onnx") -> dict[str, NDArr
     for node in own.node:
         if node.op_type not in ("MatMulBlockQuantizedFp8Weight", "MatMulBlockQuantizedFp4Weight"):
             continue
-        codes, *scales = (onnx.numpy_helper.to_array(tensors[name], str(package)) for name in node.input[1:])
+        codes, *scales = (value(package, tensors[name]) for name in node.input[1:])
         (block,) = (attribute.i for attribute in node.attribute if attribute.name == "block_size")
         if node.op_type == "MatMulBlockQuantizedFp8Weight":
             values, scale = e4m3(codes.view(np.uint8)), scales[0].astype(np.float64)

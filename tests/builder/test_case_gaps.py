@@ -26,7 +26,7 @@ from fixtures import writer
 from fixtures.writer import BF16, CONFIG, Config, Dialect, Edit, Tensors, Tiny
 from tests.builder import oracle
 from tests.builder.test_models import LAYER, answers, assert_different, assert_same, swapped
-from tests.builder.test_package import contents, external
+from tests.builder.test_package import COPY, LAYOUTS, PAPERS, contents, external, substance
 from tests.conftest import TinyFactory
 
 Float = NDArray[np.float64]
@@ -34,9 +34,9 @@ LINEAR_LAYERS = [f"model.layers.{i}" for i in range(3)]
 GATE, UP = (f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up"))
 
 
-def exported(folder: Path, options: ExportOptions | None = None) -> Path:
+def exported(folder: Path, options: ExportOptions | None = None, suffix: str = "") -> Path:
     """The package of a checkpoint, beside it under a name of its own."""
-    out = folder.parent.parent / f"package {folder.name}"
+    out = folder.parent.parent / f"package {folder.name}{suffix}"
     builder.export(folder, out, options)
     return out
 
@@ -73,7 +73,7 @@ def test_input_scales_may_be_absent_everywhere(tiny: TinyFactory, algorithm: str
     bare = tiny("modelopt", edit=edit)
     assert not any("input" in name and "scale" in name for name in Checkpoint(bare))
     assert warnings_of(bare) == []
-    assert contents(exported(bare)) == contents(exported(tiny("modelopt")))
+    assert substance(exported(bare, COPY)) == substance(exported(tiny("modelopt"), COPY))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,9 @@ def test_config_groups_may_be_missing(tiny: TinyFactory, written: str | None) ->
 
     folder = tiny("compressed-tensors", edit=edit)
     assert not (folder / "model.safetensors.index.json").exists()
-    assert contents(exported(folder)) == contents(exported(tiny("compressed-tensors")))
+    for ours, options in LAYOUTS.items():
+        made = substance(exported(folder, options, ours))
+        assert made == substance(exported(tiny("compressed-tensors"), options, ours)) and ours in made
 
 
 # A23, A24, A34: the recurrence
@@ -537,9 +539,10 @@ def test_an_unknown_tokenizer_class_is_copied_verbatim(tiny: TinyFactory) -> Non
     }
     for name, text in files.items():
         (folder / name).write_bytes(text.encode())
-    made = contents(exported(folder))
+    made = contents(exported(folder, COPY))
     assert {name: made[name].decode() for name in files} == files
-    assert set(made) == {*files, "model.onnx", "mtp.onnx", "weights.data", "genai_config.json"}
+    overlays = {"overlays/latency.json", "overlays/plain.json"}
+    assert set(made) == {*files, "model.onnx", "mtp.onnx", "weights.data", "genai_config.json", *overlays, *PAPERS}
 
 
 def test_a_padded_vocabulary_is_not_trimmed(tiny: TinyFactory) -> None:

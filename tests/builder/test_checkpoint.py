@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -18,10 +19,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import builder
-from builder.checkpoint import INDEX_NAME, NUMPY_DTYPES, Checkpoint, read_header
+from builder import checkpoint
+from builder.checkpoint import INDEX_NAME, NUMPY_DTYPES, Checkpoint, TensorRef, read_header
 from builder.errors import MachineError, Refused
 from fixtures.writer import Tiny
 from tests.builder import oracle
+from tests.builder.test_package import LAYOUTS, substance
 from tests.conftest import TinyFactory
 
 Header = dict[str, Any]
@@ -319,12 +322,14 @@ def test_a_file_the_system_withholds_is_the_machines_fault(tmp_path: Path, monke
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied", str(folder / "a.safetensors"))
 
-    monkeypatch.setattr(np, "fromfile", refuse)
-    with pytest.raises(MachineError, match=r"a\.safetensors: Permission denied"):
-        ref.read()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_read_into", refuse)
+        with pytest.raises(MachineError, match=r"a\.safetensors: Permission denied"):
+            ref.read()
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(MachineError, match=r"a\.safetensors: Permission denied"):
-        Checkpoint(folder)
+    for reading in (ref.read, lambda: Checkpoint(folder)):
+        with pytest.raises(MachineError, match=r"a\.safetensors: Permission denied"):
+            reading()
 
 
 def test_a_snapshot_of_links_into_a_blob_store_reads_like_the_folder(tiny: TinyFactory, tmp_path: Path) -> None:
@@ -340,11 +345,123 @@ def test_a_snapshot_of_links_into_a_blob_store_reads_like_the_folder(tiny: TinyF
         folder.chmod(0o555)
     before = [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
     outputs = tmp_path.parent / f"{tmp_path.name}-outputs"
-    builder.export(snapshot, outputs / "linked")
-    assert [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))] == before
-    builder.export(plain, outputs / "plain")
-    for path in (outputs / "plain").iterdir():
-        twin = outputs / "linked" / path.name
-        assert not twin.is_symlink() and twin.read_bytes() == path.read_bytes()
+    for ours, options in LAYOUTS.items():
+        builder.export(snapshot, outputs / "of links" / ours, options)
+        assert [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))] == before
+        builder.export(plain, outputs / "plain" / ours, options)
+        assert substance(outputs / "of links" / ours) == substance(outputs / "plain" / ours)
+    assert not any(path.is_symlink() for path in outputs.rglob("*"))
     for folder in (blobs, snapshot):
         folder.chmod(0o755)
+
+
+# Holes
+
+
+HOLE = 1 << 16
+"""No file system's blocks are larger, so that a hole of this size at a multiple of it is one."""
+
+
+@pytest.fixture
+def holey(tmp_path: Path) -> Path:
+    """Bytes that are not 0, a hole, some more, two holes, and bytes that end in the middle of a block."""
+    path = tmp_path / "holey"
+    rng = np.random.default_rng(0)
+    with path.open("wb") as file:
+        for number, size in ((0, HOLE), (2, HOLE), (5, 4999)):
+            file.seek(number * HOLE)
+            file.write(rng.integers(1, 256, size, np.uint8).tobytes())
+    if path.stat().st_blocks * 512 >= path.stat().st_size:
+        pytest.skip("the file system has no sparse files")
+    return path
+
+
+RANGES = {
+    "all of it": (0, 5 * HOLE + 4999),
+    "stored bytes alone": (3, HOLE - 3),
+    "a hole alone": (HOLE, HOLE),
+    "the inside of a hole": (HOLE + 777, 1234),
+    "over the edge into a hole": (HOLE - 13, 28),
+    "out of a hole": (2 * HOLE - 5, 9),
+    "across a hole": (HOLE - 1, HOLE + 2),
+    "odd at both ends": (77, 3 * HOLE + 1),
+    "ending in a hole": (2 * HOLE + 1, 2 * HOLE + 100),
+    "the last byte": (5 * HOLE + 4998, 1),
+    "nothing": (HOLE + 3, 0),
+}
+SYSTEMS = ("as it is", "no SEEK_DATA", "refused")
+
+
+def seekless(patch: pytest.MonkeyPatch, system: str) -> None:
+    """A system that does not know of holes, or a file system that does not tell."""
+
+    def lseek(descriptor: int, offset: int, whence: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    if system == "no SEEK_DATA":
+        patch.delattr(os, "SEEK_DATA")
+    elif system == "refused":
+        patch.setattr(os, "lseek", lseek)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("name", RANGES)
+def test_a_tensor_over_holes_reads_as_the_files_bytes(
+    holey: Path, monkeypatch: pytest.MonkeyPatch, name: str, system: str
+) -> None:
+    """At any offset, also where no value begins at a block. Parts cut no value in two and leave out only zeros."""
+    offset, length = RANGES[name]
+    expected = np.fromfile(holey, np.uint8)[offset : offset + length]
+    ref = TensorRef("x", holey, "U8", (length,), offset, length)
+    seekless(monkeypatch, system)
+    assert np.array_equal(ref.read(), expected)
+    found, last = np.zeros(length, np.uint8), 0
+    for start, end in parts(ref):
+        assert start % 16 == 0 and last <= start <= end <= length and (end == length or end % 16 == 0)
+        found[start:end] = expected[start:end]
+        last = end
+    assert np.array_equal(found, expected)
+
+
+def parts(ref: TensorRef) -> list[tuple[int, int]]:
+    with ref.opened() as file:
+        return list(ref.stored_parts(file))
+
+
+@pytest.mark.parametrize("dtype", sorted(set(NUMPY_DTYPES) - {"BOOL"}))
+def test_values_over_holes_are_whole(holey: Path, dtype: str) -> None:
+    """At an offset of 5, some lie across every edge."""
+    kind = NUMPY_DTYPES[dtype]
+    count = 3 * HOLE // kind.itemsize
+    ref = TensorRef("x", holey, dtype, (count,), 5, count * kind.itemsize)
+    assert ref.read().tobytes() == holey.read_bytes()[5 : 5 + ref.nbytes] and ref.read().dtype == kind
+    assert all(start % kind.itemsize == end % kind.itemsize == 0 for start, end in parts(ref))
+
+
+def test_holes_are_not_read(holey: Path) -> None:
+    """A sparse checkpoint of the size of a real one takes no time."""
+    assert parts(TensorRef("x", holey, "U8", (5 * HOLE,), 0, 5 * HOLE)) == [(0, HOLE), (2 * HOLE, 3 * HOLE)]
+    assert parts(TensorRef("x", holey, "U8", (HOLE,), HOLE, HOLE)) == []
+
+
+def test_a_file_that_shrank_is_no_result(holey: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is opened, or while it is read."""
+    ref = TensorRef("x", holey, "U8", (HOLE,), 0, HOLE)
+    real = checkpoint._read_into
+
+    def shrink(file: Any, buffer: memoryview) -> None:
+        os.truncate(holey, 5000)
+        real(file, buffer)
+
+    monkeypatch.setattr(checkpoint, "_read_into", shrink)
+    with pytest.raises(MachineError, match="holey: the file shrank while it was read"):
+        ref.read()
+    with pytest.raises(Refused, match="tensor x: expected 65536 bytes, found 5000; the file changed"):
+        ref.read()
+
+
+def test_errors_of_whoever_uses_an_open_tensor_are_its_own(holey: Path) -> None:
+    """A full disk is no fault of the checkpoint."""
+    ref = TensorRef("x", holey, "U8", (HOLE,), 0, HOLE)
+    with pytest.raises(OSError, match="No space left"), ref.opened():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ import runtime
 from builder.checkpoint import read_header
 from builder.contract import IoSpec, TensorSpec
 from builder.errors import Refused
+from builder.files import NewFile
 from builder.graph import Graph, element_type
 from builder.models.layers import Linear
 from builder.quant.modules import ModuleTensors
@@ -32,6 +32,7 @@ from runtime.lowering import lower
 from runtime.recording import dump
 from runtime.session import has_cpu_kernel
 from tests.builder import oracle
+from tests.builder.test_package import COPY
 from tests.conftest import TinyFactory
 
 FORMATS: Mapping[Kind, str] = {"fp8 block": "fp8", "mxfp8": "mxfp8", "nvfp4 32": "nvfp4", "mxfp4": "mxfp4"}
@@ -53,9 +54,9 @@ def lone_linear(folder: Path, stored: Mapping[str, NDArray[Any]], shape: tuple[i
     inputs = (TensorSpec("x", "float16", ("num_tokens", columns)),)
     graph = Graph("one", IoSpec(inputs, (TensorSpec("y", "float16", ("num_tokens", rows)),)), element_type("float16"))
     graph.set_output("y", layer(graph, graph.input("x")))
-    file = io.BytesIO()
-    places = place(graph.weights.values(), file, "weights.data", graph.narrowed).places
-    (folder / "weights.data").write_bytes(file.getvalue())
+    (folder / "weights.data").unlink(missing_ok=True)
+    with NewFile(folder / "weights.data", "xxh3_128") as file:
+        places = place(graph.weights.values(), file, "weights.data", graph.narrowed).places
     onnx.save(ir.to_proto(graph.to_model(places)), folder / "model.onnx")
     return graph
 
@@ -402,8 +403,8 @@ def test_exponents_stored_as_e8m0_give_the_same_package(tiny: TinyFactory, tmp_p
 
     for kind in ("mxfp8", "mxfp4"):
         options = Tiny(projections=kind, gates=kind)  # type: ignore[arg-type]
-        builder.export(tiny("modelopt", options), tmp_path / f"{kind} U8")
-        builder.export(tiny("modelopt", options, typed), tmp_path / f"{kind} E8M0")
+        builder.export(tiny("modelopt", options), tmp_path / f"{kind} U8", COPY)
+        builder.export(tiny("modelopt", options, typed), tmp_path / f"{kind} E8M0", COPY)
         for name in ("weights.data", "model.onnx", "genai_config.json"):
             one, other = (tmp_path / f"{kind} {dtype}" / name for dtype in ("U8", "E8M0"))
             assert one.read_bytes() == other.read_bytes(), name

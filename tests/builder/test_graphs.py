@@ -323,6 +323,7 @@ def test_the_report_counts_what_the_files_hold(trained_checkpoint: Path, tmp_pat
             "matmuls": {kind: counts[op] for kind, op in GEMM_OPS.items()},
             "layers": {"full_attention": counts["PagedAttention"], "linear_attention": counts["GatedDeltaNet"]},
             "dequantized": {},
+            "experts": {},
         }
 
 

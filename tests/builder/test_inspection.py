@@ -130,7 +130,7 @@ def test_a_packages_contract(package_folder: Path) -> None:
 def test_a_packages_provenance(packages: Mapping[str, Path]) -> None:
     folder = packages["trained"]
     provenance = builder.inspect(folder)["provenance"]
-    assert provenance["files"] == {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert provenance["files"] == {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     shared = {entry["name"]: entry["length"] for entry in provenance["shared_initializers"]}
     listed = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]["shared_initializers"]
     assert {entry["name"]: int(entry["length"]) for entry in listed}.items() <= shared.items()

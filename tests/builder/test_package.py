@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
-import io
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 from onnxruntime_genai import Config
 
 import builder
-from builder import package
+from builder import files, package, staging
 from builder.checkpoint import MAX_JSON_BYTES
 from builder.errors import MachineError, Refused
 from builder.exporter import ExportOptions
@@ -31,18 +32,19 @@ from tests.builder import oracle
 from tests.conftest import TinyFactory
 
 REPOSITORY = Path(__file__).parents[2]
-Range = tuple[int, int]
+Range = tuple[str, int, int]
+COPY, LINK = ExportOptions(weights="copy"), ExportOptions(weights="link")
+LAYOUTS = {"weights.data": COPY, "transformed.data": LINK}
+"""How weights come, by the name of the one data file that is ours."""
+PAPERS = {"manifest.json", "build.json", "README.md"}
+"""Files that tell of the checkpoint, too, and so differ between two whose packages are otherwise the same."""
 
 
 def external(folder: Path, file: str) -> dict[str, Range]:
-    """Offset and length in weights.data of every external initializer."""
-    found: dict[str, Range] = {}
-    for tensor in oracle.graph(folder, file).initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            entry = {item.key: item.value for item in tensor.external_data}
-            assert entry["location"] == "weights.data"
-            found[tensor.name] = int(entry["offset"]), int(entry["length"])
-    return found
+    """File, offset and length of every external initializer."""
+    external = onnx.TensorProto.EXTERNAL
+    tensors = [tensor for tensor in oracle.graph(folder, file).initializer if tensor.data_location == external]
+    return {tensor.name: oracle.place(tensor) for tensor in tensors}
 
 
 def ranges(folder: Path) -> list[Range]:
@@ -54,19 +56,43 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def lasting(folder: Path) -> dict[str, bytes]:
+    """All of a package but what belongs to the run that made it."""
+    made = contents(folder)
+    assert made.pop("build.json")
+    return made
+
+
+def substance(folder: Path) -> dict[str, bytes]:
+    """All of a package but its papers."""
+    made = contents(folder)
+    assert made.keys() >= PAPERS
+    return {name: data for name, data in made.items() if name not in PAPERS}
+
+
 # Weights
 
 
-def test_the_data_file_is_covered_up_to_alignment(package_folder: Path) -> None:
+def test_our_data_file_is_covered_up_to_alignment(package_folder: Path) -> None:
     """No byte belongs to two tensors or to none, beyond zeros that align the next; large ones start at 64 KiB."""
-    data = (package_folder / "weights.data").read_bytes()
+    ((name, data),) = [(path.name, path.read_bytes()) for path in package_folder.glob("*.data")]
+    assert name == ("transformed.data" if package_folder.name == "linked" else "weights.data")
     end = 0
-    for offset, length in ranges(package_folder):
+    for file, offset, length in ranges(package_folder):
+        if file != name:
+            continue
         alignment = 65536 if length >= 65536 else 256
         assert length > 0 and offset == -(-end // alignment) * alignment
         assert not any(data[end:offset])
         end = offset + length
     assert end == len(data)
+
+
+def test_ranges_of_a_file_do_not_overlap(package_folder: Path) -> None:
+    """Two graphs or names may share a range, but never a part of one; and all lie inside their file."""
+    for (file, offset, length), after in itertools.pairwise([*ranges(package_folder), ("", 0, 0)]):
+        assert offset + length <= (package_folder / file).stat().st_size
+        assert after[0] != file or offset + length <= after[1]
 
 
 def test_lengths_are_those_of_the_declared_shapes(package_folder: Path) -> None:
@@ -75,18 +101,19 @@ def test_lengths_are_those_of_the_declared_shapes(package_folder: Path) -> None:
         for tensor in oracle.graph(package_folder, path.name).initializer:
             if tensor.name in places:
                 itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-                assert places[tensor.name][1] == int(np.prod(list(tensor.dims))) * itemsize
+                assert places[tensor.name][2] == int(np.prod(list(tensor.dims))) * itemsize
 
 
-def test_the_report_counts_the_bytes(tiny: TinyFactory, tmp_path: Path) -> None:
-    report = builder.export(tiny("modelopt"), tmp_path / "out")
+@pytest.mark.parametrize("ours", LAYOUTS)
+def test_the_report_counts_the_bytes(tiny: TinyFactory, tmp_path: Path, ours: str) -> None:
+    report = builder.export(tiny("modelopt"), tmp_path / "out", LAYOUTS[ours])
     target, head = (external(tmp_path / "out", file) for file in ("model.onnx", "mtp.onnx"))
     shared = sum(
-        target[name][1] for name in ("model.embed_tokens.weight", "lm_head.fp8_weight", "lm_head.fp8_weight_scale")
+        target[name][2] for name in ("model.embed_tokens.weight", "lm_head.fp8_weight", "lm_head.fp8_weight_scale")
     )
     assert report.weights == {
-        "linked_bytes": 0,
-        "copied_bytes": sum(length for _, length in ranges(tmp_path / "out")),
+        "linked_bytes": sum(length for file, _, length in ranges(tmp_path / "out") if file != ours),
+        "copied_bytes": sum(length for file, _, length in ranges(tmp_path / "out") if file == ours),
         "shared_bytes": shared,
     }
     assert set(head.values()) & set(target.values())
@@ -97,6 +124,10 @@ def test_the_report_counts_the_bytes(tiny: TinyFactory, tmp_path: Path) -> None:
     [
         ("trained", ["model.embed_tokens.weight", "lm_head.fp8_weight", "lm_head.fp8_weight_scale"]),
         ("tiny", ["model.embed_tokens.weight", "lm_head.fp8_weight", "lm_head.fp8_weight_scale"]),
+        (
+            "linked",
+            ["model.language_model.embed_tokens.weight", "lm_head.fp8_weight", "lm_head.fp8_weight_scale"],
+        ),
     ],
 )
 def test_the_head_uses_the_targets_embedding_and_lm_head(
@@ -112,9 +143,9 @@ def test_the_head_uses_the_targets_embedding_and_lm_head(
     assert config["mtp"]["shared_initializers"] == [
         {
             "name": shared,
-            "data_file": "weights.data",
-            "offset": str(head[shared][0]),  # text, because JSON readers keep numbers as doubles
-            "length": str(head[shared][1]),
+            "data_file": head[shared][0],
+            "offset": str(head[shared][1]),  # text, because JSON readers keep numbers as doubles
+            "length": str(head[shared][2]),
             "data_type": tensors[shared].data_type,
             "shape": list(tensors[shared].dims),
         }
@@ -139,7 +170,7 @@ def test_two_exports_are_byte_identical(tiny: TinyFactory, tmp_path: Path) -> No
         outputs = [tmp_path / dialect / name for name in ("first", "second with another name")]
         for out in outputs:
             builder.export(folder, out)
-        assert contents(outputs[0]) == contents(outputs[1])
+        assert lasting(outputs[0]) == lasting(outputs[1])
 
 
 def test_the_directory_one_stands_in_does_not_matter(
@@ -151,25 +182,29 @@ def test_the_directory_one_stands_in_does_not_matter(
     elsewhere.mkdir()
     for name in ("weights.data", "model.onnx", "genai_config.json"):
         (elsewhere / name).write_text("somebody else's")
-    builder.export(folder, tmp_path / "absolute")
+    for ours, options in LAYOUTS.items():
+        builder.export(folder, tmp_path / "absolute" / ours, options)
     monkeypatch.chdir(elsewhere)
-    builder.export(os.path.relpath(folder), "relative")
-    assert contents(elsewhere / "relative") == contents(tmp_path / "absolute")
+    for ours, options in LAYOUTS.items():
+        builder.export(os.path.relpath(folder), f"relative/{ours}", options)
+        assert lasting(elsewhere / "relative" / ours) == lasting(tmp_path / "absolute" / ours)
     assert (elsewhere / "weights.data").read_text() == "somebody else's"
 
 
 @pytest.mark.parametrize("name", ["mit Leerzeichen", "Übung mé x", "日本 🙂", "a'b\"c", "100%d"])
-def test_any_folder_name_will_do(tiny: TinyFactory, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("ours", LAYOUTS)
+def test_any_folder_name_will_do(tiny: TinyFactory, tmp_path: Path, name: str, ours: str) -> None:
     source = tmp_path / name / "checkpoint"
     source.parent.mkdir()
     shutil.copytree(tiny("modelopt"), source)
     out = tmp_path / name / "package"
-    builder.export(source, out)
+    builder.export(source, out, LAYOUTS[ours])
     Config(str(out))
     text = (out / "genai_config.json").read_bytes()
     assert not text.startswith(b"\xef\xbb\xbf")
     files = [value for key, value in pairs(json.loads(text.decode("utf-8"))) if key in ("filename", "data_file")]
-    assert set(files) == {"model.onnx", "mtp.onnx", "weights.data"}
+    linked = {"model.safetensors"} if ours == "transformed.data" else set()
+    assert set(files) == {"model.onnx", "mtp.onnx", ours} | linked <= {path.name for path in out.iterdir()}
     assert oracle.initializer(out, "lm_head.fp8_weight").shape == (96, 64)
 
 
@@ -204,7 +239,7 @@ def test_force_replaces_the_whole_folder(tiny: TinyFactory, tmp_path: Path) -> N
     (tmp_path / "out" / "stale.data").write_bytes(b"x")
     builder.export(small, tmp_path / "out", ExportOptions(force=True))
     builder.export(small, tmp_path / "fresh")
-    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    assert lasting(tmp_path / "out") == lasting(tmp_path / "fresh")
     assert "mtp.onnx" not in contents(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "fresh", "out"]
 
@@ -301,24 +336,26 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(tiny: TinyFactory, tmp_pat
 # What fails on the way
 
 
-class FullDisk(io.FileIO):
-    """A file on a disk with room for 100,000 bytes."""
-
-    def write(self, data: Any) -> int:
-        if self.tell() + len(memoryview(data)) > 100_000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(data)
-
-
 def full_disk(patch: pytest.MonkeyPatch) -> None:
-    real = Path.open
+    """A disk with room for 100,000 bytes: as on a real one, the last write before it is full is cut short."""
+    write, copy, room = os.write, os.copy_file_range, 100_000
 
-    def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if "w" in mode and path.name == "weights.data":
-            return io.BufferedWriter(FullDisk(path, mode))
-        return real(path, mode, *args, **kwargs)
+    def take(written: int) -> int:
+        nonlocal room
+        room -= written
+        return written
 
-    patch.setattr(Path, "open", opened)
+    def at_most(count: int) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return min(count, room)
+
+    patch.setattr(os, "write", lambda target, data: take(write(target, data[: at_most(len(data))])))
+    patch.setattr(
+        os,
+        "copy_file_range",
+        lambda source, target, count, offset: take(copy(source, target, at_most(count), offset)),
+    )
 
 
 def failing(owner: Any, name: str, code: int, when: Callable[..., bool]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -341,11 +378,11 @@ def failing(owner: Any, name: str, code: int, when: Callable[..., bool]) -> Call
 FAILURES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "weights": (full_disk, "out: no space left for the package"),
     "graph": (
-        failing(Path, "write_bytes", errno.ENOSPC, lambda path, data: path.name == "mtp.onnx"),
+        failing(os, "open", errno.ENOSPC, lambda path, *rest, **how: Path(path).name == "mtp.onnx"),
         "out: no space left for the package",
     ),
     "configuration": (
-        failing(Path, "write_text", errno.EIO, lambda path, *rest: path.name == "genai_config.json"),
+        failing(os, "open", errno.EIO, lambda path, *rest, **how: Path(path).name == "genai_config.json"),
         "genai_config.json: Input/output error; the package was not written",
     ),
     "flush": (
@@ -360,22 +397,96 @@ FAILURES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         failing(Path, "rename", errno.EXDEV, lambda path, target: path.name.startswith(".partial-")),
         "Invalid cross-device link; the package was not written",
     ),
+    "exchange": (
+        failing(staging, "_exchange", errno.EIO, lambda folder, out: folder.name.startswith(".partial-")),
+        "Input/output error; the package was not written",
+    ),
 }
+CASES = [
+    (failure, existing)
+    for failure in FAILURES
+    for existing in (False, True)
+    if existing or failure != "exchange"  # nothing is there to exchange
+]
 
 
-@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
-@pytest.mark.parametrize("failure", FAILURES)
+def without_exchange(patch: pytest.MonkeyPatch) -> None:
+    """As on a file system that cannot swap two names."""
+    patch.setattr(staging, "_exchange", lambda folder, out: False)
+
+
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=["copy", "link"])
+@pytest.mark.parametrize(("failure", "existing"), CASES)
 def test_a_failure_on_the_way_leaves_things_as_they_were(
-    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, existing: bool
+    tiny: TinyFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: str,
+    existing: bool,
+    options: ExportOptions,
 ) -> None:
     folder, home = tiny("modelopt"), home_of(tmp_path, existing)
+    before = contents(folder)
     fault, text = FAILURES[failure]
     with monkeypatch.context() as patch:
+        if failure == "rename":
+            without_exchange(patch)
         fault(patch)
         with pytest.raises(MachineError) as caught:
-            builder.export(folder, home / "out", ExportOptions(force=existing))
+            builder.export(folder, home / "out", replace(options, force=existing))
     assert text in str(caught.value) and str(home) in str(caught.value)
     assert_untouched(home, existing)
+    assert contents(folder) == before
+
+
+def with_free_space(patch: pytest.MonkeyPatch, free: int) -> None:
+    real = shutil.disk_usage
+
+    def disk_usage(path: Path) -> Any:
+        return real(path)._replace(free=free)
+
+    patch.setattr(shutil, "disk_usage", disk_usage)
+
+
+@pytest.mark.parametrize("ours", LAYOUTS)
+def test_a_disk_that_is_too_small_is_found_before_anything_is_written(
+    trained_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: str
+) -> None:
+    """The bytes that are due are those of the package, without what is linked, and a margin."""
+    builder.export(trained_checkpoint, tmp_path / "whole", LAYOUTS[ours])
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").iterdir() if path.suffix != ".safetensors"}
+    with_free_space(monkeypatch, 4096)
+    with pytest.raises(MachineError, match="free some or choose another disk") as caught:
+        builder.export(trained_checkpoint, tmp_path / "home" / "out", LAYOUTS[ours])
+    found = re.search(r"home: the package needs ([\d,]+) bytes, 4,096 are free", str(caught.value))
+    assert found and [path.name for path in tmp_path.iterdir()] == ["whole"]
+    needed = int(found[1].replace(",", ""))
+    assert sum(sizes.values()) < needed < sum(sizes.values()) + package.SPARE_BYTES + (1 << 20)
+    with_free_space(monkeypatch, needed)
+    builder.export(trained_checkpoint, tmp_path / "home" / "out", LAYOUTS[ours])
+
+
+def test_a_shard_that_has_to_be_copied_is_counted_before_its_first_byte(
+    tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where links were asked for and the checkpoint is on another disk."""
+    folder = tiny("modelopt")
+    size = (folder / "model.safetensors").stat().st_size
+    real = Path.stat
+
+    def stat(path: Path, **how: Any) -> os.stat_result:
+        found = real(path, **how)
+        if path.name == "model.safetensors":
+            return os.stat_result((found[0], found[1], found.st_dev + 1, *found[3:]))
+        return found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with_free_space(monkeypatch, package.SPARE_BYTES + size - 1 + 10 * size)
+    builder.export(folder, tmp_path / "enough", LINK)
+    with_free_space(monkeypatch, package.SPARE_BYTES + size - 1)
+    with pytest.raises(MachineError, match=f"needs {package.SPARE_BYTES + size:,} bytes"):
+        builder.export(folder, tmp_path / "out", LINK)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".partial-*"))
 
 
 OLD_PACKAGE = ("genai_config.json", "model.onnx")
@@ -398,13 +509,23 @@ def assert_untouched(home: Path, existing: bool) -> None:
     assert [path.name for path in home.iterdir()] == (["out"] if existing else [])
 
 
-@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
-@pytest.mark.parametrize("moment", ["place", "_copy_text_files", "_flush", "rename"])
+@pytest.mark.parametrize(
+    ("moment", "existing"),
+    [
+        *itertools.product(("place", "_copy_text_files", "sync", "rename"), (False, True)),
+        ("exchange", True),
+    ],
+)
 def test_an_interrupt_leaves_things_as_they_were(
     tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, existing: bool
 ) -> None:
     folder, home = tiny("modelopt"), home_of(tmp_path, existing)
-    real = Path.rename
+    owner, name = {
+        "sync": (files, "sync"),
+        "rename": (Path, "rename"),
+        "exchange": (staging, "_exchange"),
+    }.get(moment, (package, moment))
+    real = getattr(owner, name)
 
     def interrupt(*args: Any) -> Any:
         if moment == "rename" and not args[0].name.startswith(".partial-"):
@@ -412,22 +533,27 @@ def test_an_interrupt_leaves_things_as_they_were(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((Path, "rename") if moment == "rename" else (package, moment)), interrupt)
+        if moment == "rename":
+            without_exchange(patch)
+        patch.setattr(owner, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             builder.export(folder, home / "out", ExportOptions(force=existing))
     assert_untouched(home, existing)
 
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
-def test_a_refusal_while_writing_leaves_things_as_they_were(tiny: TinyFactory, tmp_path: Path, existing: bool) -> None:
-    """A value beyond float16 is seen only when its tensor is streamed."""
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=["copy", "link"])
+def test_a_refusal_while_writing_leaves_things_as_they_were(
+    tiny: TinyFactory, tmp_path: Path, existing: bool, options: ExportOptions
+) -> None:
+    """A value beyond float16 is seen only when its tensor is streamed, or read where it is linked."""
 
     def edit(tensors: dict[str, np.ndarray], config: object) -> None:
         tensors["mtp.fc.weight"][3, 3] = 1e6
 
     folder, home = tiny("modelopt", edit=edit), home_of(tmp_path, existing)
     with pytest.raises(Refused, match=r"tensor mtp\.fc\.weight: .*--dtype bfloat16"):
-        builder.export(folder, home / "out", ExportOptions(force=existing))
+        builder.export(folder, home / "out", replace(options, force=existing))
     assert_untouched(home, existing)
 
 
@@ -465,7 +591,7 @@ def test_a_killed_export_leaves_no_package_and_the_next_one_succeeds(tiny: TinyF
     script = f"""
 import os, signal
 import builder
-from builder import package
+from builder import files, package, staging
 real = package.place
 def place(weights, *rest):
     real(list(weights)[:3], *rest)
@@ -476,8 +602,10 @@ builder.export({str(folder)!r}, {str(home / "out")!r})
     killed = subprocess.run([sys.executable, "-c", script], check=False, cwd=REPOSITORY)
     assert killed.returncode == -signal.SIGKILL
     assert [path.name.startswith(".partial-out-") for path in home.iterdir()] == [True]
-    builder.export(folder, home / "out")
+    report = builder.export(folder, home / "out")
     Config(str(home / "out"))
+    assert [path.name for path in home.iterdir()] == ["out"]
+    assert [line.endswith("was removed: a killed run had left it") for line in report.warnings] == [True]
 
 
 def test_an_oversized_text_file_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from builder.errors import Refused
 from builder.exporter import ExportOptions
 from fixtures.writer import Config, Dialect, Edit, Tensors, Tiny
 from tests.builder import oracle
-from tests.builder.test_package import contents
+from tests.builder.test_package import COPY, LINK, contents
 from tests.conftest import TinyFactory
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,22 +60,26 @@ def test_bytes_are_those_that_an_export_writes(
     folder = tiny(dialect, tiny_options)
     planned = builder.plan(folder, options)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    report = builder.export(folder, tmp_path / "out", options)
-    assert planned.graphs == report.graphs
-    written = planned.weights["linkable_bytes"] + planned.weights["transformed_bytes"]
-    assert written == report.weights["copied_bytes"] == planned.memory["weights"]
-    assert planned.weights["shared_bytes"] == report.weights["shared_bytes"]
-    assert planned.skipped_tensors == report.skipped_tensors
-    assert planned.warnings == report.warnings
-    assert planned.source == str(folder)
+    linkable, transformed = planned.weights["linkable_bytes"], planned.weights["transformed_bytes"]
+    assert linkable + transformed == planned.memory["weights"] and planned.source == str(folder)
+    for weights, expected in (("copy", (0, linkable + transformed)), ("link", (linkable, transformed))):
+        report = builder.export(folder, tmp_path / weights, replace(options, weights=weights))  # type: ignore[arg-type]
+        assert planned.graphs == report.graphs
+        assert (report.weights["linked_bytes"], report.weights["copied_bytes"]) == expected
+        assert planned.weights["shared_bytes"] == report.weights["shared_bytes"]
+        assert planned.skipped_tensors == report.skipped_tensors
+        assert planned.warnings == report.warnings
 
 
 def test_real_checkpoints_plan_as_they_are_exported(real_checkpoint: Path, tmp_path: Path) -> None:
     """An MXFP4 weight is taken to fit, which theirs does."""
-    planned, report = builder.plan(real_checkpoint), builder.export(real_checkpoint, tmp_path / "out")
-    assert planned.graphs == report.graphs and planned.warnings == report.warnings == []
-    assert planned.skipped_tensors == report.skipped_tensors
-    assert planned.weights["linkable_bytes"] + planned.weights["transformed_bytes"] == report.weights["copied_bytes"]
+    planned = builder.plan(real_checkpoint)
+    linkable, transformed = planned.weights["linkable_bytes"], planned.weights["transformed_bytes"]
+    for options, expected in ((COPY, (0, linkable + transformed)), (LINK, (linkable, transformed))):
+        report = builder.export(real_checkpoint, tmp_path / options.weights, options)
+        assert planned.graphs == report.graphs and planned.warnings == report.warnings == []
+        assert planned.skipped_tensors == report.skipped_tensors
+        assert (report.weights["linked_bytes"], report.weights["copied_bytes"]) == expected
 
 
 def test_the_trained_checkpoints_counts(trained_checkpoint: Path) -> None:
@@ -161,7 +166,7 @@ def test_no_value_is_read(tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest
         raise AssertionError("a value was read")
 
     monkeypatch.setattr(TensorRef, "read", fail)
-    monkeypatch.setattr(np, "fromfile", fail)
+    monkeypatch.setattr(TensorRef, "opened", fail)
     assert {**builder.plan(folder).to_json(), "source": 0} == {**builder.plan(whole).to_json(), "source": 0}
 
 
@@ -178,7 +183,7 @@ def test_nothing_is_written(tiny: TinyFactory, tmp_path: Path) -> None:
         (ExportOptions(block_size=48), "--block-size: expected a power of two"),
         (ExportOptions(context_length=513), "--context-length: expected 1 to 512"),
         (ExportOptions(max_draft_tokens=8), "--max-draft-tokens: expected 1 to 7"),
-        (ExportOptions(weights="link"), "--weights: expected auto or copy"),
+        (ExportOptions(weights="move"), "--weights: expected auto or link or copy"),  # type: ignore[arg-type]
     ],
     ids=str,
 )

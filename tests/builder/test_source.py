@@ -19,7 +19,7 @@ from builder.models.mtp import MtpHead
 from builder.source import Source, read_source
 from fixtures.writer import BF16, Config, Dialect, Edit, Tensors, Tiny
 from tests.builder import oracle
-from tests.builder.test_package import contents
+from tests.builder.test_package import COPY, substance
 from tests.conftest import TinyFactory
 
 REASONS = ("vision", "activation_scales", "kv_scales", "mtp", "unclaimed")
@@ -96,9 +96,9 @@ def test_kv_scales_of_either_spelling_are_counted_and_change_nothing(
     folder = tiny(dialect, edit=lambda tensors, config: tensors.update(dict.fromkeys(names, ones(1) * value)))
     source = read(folder, strict=True)
     assert sorted(source.skipped["kv_scales"]) == names and source.skipped["unclaimed"] == []
-    builder.export(folder, tmp_path / "scaled")
-    builder.export(tiny(dialect), tmp_path / "plain")
-    assert contents(tmp_path / "scaled") == contents(tmp_path / "plain")
+    builder.export(folder, tmp_path / "scaled", COPY)
+    builder.export(tiny(dialect), tmp_path / "plain", COPY)
+    assert substance(tmp_path / "scaled") == substance(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("name", [STRAY, "model.layers.4.mlp.up_proj.weight", "extra", "mtp.layers.1.norm.weight"])
@@ -223,9 +223,9 @@ def split_off_head(folder: Path, *, listed: bool) -> Path:
 def test_a_head_in_a_shard_of_its_own_is_read_by_the_index(tiny: TinyFactory, tmp_path: Path) -> None:
     apart = split_off_head(tiny("modelopt"), listed=True)
     assert read(apart, "require").warnings == []
-    builder.export(apart, tmp_path / "apart", ExportOptions(mtp="require"))
-    builder.export(tiny("modelopt"), tmp_path / "one file")
-    assert contents(tmp_path / "apart") == contents(tmp_path / "one file")
+    builder.export(apart, tmp_path / "apart", ExportOptions(weights="copy", mtp="require"))
+    builder.export(tiny("modelopt"), tmp_path / "one file", COPY)
+    assert substance(tmp_path / "apart") == substance(tmp_path / "one file")
 
 
 def test_a_head_in_a_shard_that_the_index_forgot_is_said(tiny: TinyFactory, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from builder.checkpoint import Checkpoint
 from builder.errors import Refused
 from builder.tokens import TokenIds, read_token_ids
 from fixtures.writer import Tiny
+from tests.builder.test_package import LAYOUTS, PAPERS
 from tests.conftest import TinyFactory
 
 VOCAB = 96
@@ -113,11 +114,16 @@ def test_text_files_are_copied_verbatim_and_nothing_else_is(tiny: TinyFactory, t
     (folder / "chat_template.jinja").write_bytes("{{ 'ä' }}\r\n\0".encode())
     for name in ("pytorch_model.bin", "modeling_x.py", "README.md", ".env", "tokenizer.json.bak"):
         (folder / name).write_bytes(b"x")
-    builder.export(folder, tmp_path / "out")
-    made = {"model.onnx", "mtp.onnx", "weights.data", "genai_config.json"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == made | TEXT_FILES
-    for name in TEXT_FILES:
-        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    for ours, options in LAYOUTS.items():
+        out = tmp_path / ours
+        builder.export(folder, out, options)
+        made = {"model.onnx", "mtp.onnx", "genai_config.json", ours, "overlays", *PAPERS}
+        shards = {"model.safetensors"} if ours == "transformed.data" else set()
+        assert {path.name for path in out.iterdir()} == made | shards | TEXT_FILES
+        assert {path.name for path in (out / "overlays").iterdir()} == {"latency.json", "plain.json"}
+        for name in TEXT_FILES:
+            assert (out / name).read_bytes() == (folder / name).read_bytes()
+        assert (out / "README.md").read_bytes() != b"x"  # ours, not the checkpoint's
 
 
 def test_a_tokenizer_without_an_eos_token_names_no_stop_id(tiny: TinyFactory) -> None:

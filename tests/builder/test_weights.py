@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import io
+import errno
 import itertools
 import os
+import tempfile
 import tracemalloc
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
+import xxhash
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import builder
-from builder import package, weights
+from builder import files, package, weights
 from builder.checkpoint import TensorRef, read_header
 from builder.errors import Refused
-from builder.weights import Computed, Placed, Placement, Stored, Weight, place
+from builder.exporter import ExportOptions
+from builder.files import NewFile
+from builder.weights import Computed, Placed, Placement, Stored, Weight, check_in_place, place
 
 MEGABYTE = 1 << 20
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -36,13 +40,32 @@ def stored(folder: Path, arrays: dict[str, NDArray[Any]]) -> list[Stored]:
 
 
 def computed(name: str, array: NDArray[np.float32]) -> Computed:
-    return Computed(name, None, array.shape, lambda: array)
+    return Computed(name, (), array.shape, lambda: array)
+
+
+def source(name: str, offset: int = 0) -> TensorRef:
+    """A tensor that nobody reads; where it lies tells it from another."""
+    return TensorRef(name, Path("x.safetensors"), "F32", (1,), offset, 4)
 
 
 def placed(items: list[Weight], narrowed: set[object] | None = None) -> tuple[bytes, dict[object, Placement]]:
-    file = io.BytesIO()
-    places = place(items, file, "weights.data", narrowed or set()).places
-    return file.getvalue(), places
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.data"
+        with NewFile(path, "xxh3_128") as file:
+            places = place(items, file, path.name, narrowed or set()).places
+        data = path.read_bytes()
+    assert file.size == len(data) and file.digest == f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+    return data, places
+
+
+def warnings(items: list[Weight], narrowed: set[object], path: Path) -> list[str]:
+    """Of weights that are written; those that stay where they are give the same."""
+    with NewFile(path, "xxh3_128") as file:
+        found = place(items, file, path.name, narrowed).warnings
+    path.unlink()
+    in_place = [item for item in items if isinstance(item, Stored)]
+    assert check_in_place(in_place, narrowed) == found
+    return found
 
 
 def test_bytes_arrive_at_their_places_without_needless_gaps(tmp_path: Path) -> None:
@@ -76,9 +99,10 @@ def test_one_source_has_one_place(tmp_path: Path) -> None:
 
 def test_a_transform_is_computed_once(tmp_path: Path) -> None:
     calls = []
-    first = Computed("plus_one", "x", (1,), lambda: calls.append(1) or np.ones(1, np.float32))  # type: ignore[func-returns-value]
-    again = Computed("plus_one", "x", (1,), lambda: calls.append(2) or np.zeros(1, np.float32))  # type: ignore[func-returns-value]
-    other = Computed("plus_one", "y", (1,), lambda: calls.append(3) or np.zeros(1, np.float32))  # type: ignore[func-returns-value]
+    x, y = source("x"), source("y", 4)
+    first = Computed("plus_one", (x,), (1,), lambda: calls.append(1) or np.ones(1, np.float32))  # type: ignore[func-returns-value]
+    again = Computed("plus_one", (x,), (1,), lambda: calls.append(2) or np.zeros(1, np.float32))  # type: ignore[func-returns-value]
+    other = Computed("plus_one", (y,), (1,), lambda: calls.append(3) or np.zeros(1, np.float32))  # type: ignore[func-returns-value]
     _, places = placed([first, again, other])
     assert calls == [1, 3] and len(places) == 2
 
@@ -86,7 +110,7 @@ def test_a_transform_is_computed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("array", [np.ones((2, 1), np.float32), np.ones((2, 2), np.float64)], ids=["shape", "type"])
 def test_a_transform_that_breaks_its_promise_is_a_bug(array: NDArray[Any]) -> None:
     with pytest.raises(AssertionError, match="plus_one of x gave"):
-        placed([Computed("plus_one", "x", (2, 2), lambda: array)])
+        placed([Computed("plus_one", (source("x"),), (2, 2), lambda: array)])
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -112,14 +136,15 @@ def test_values_beyond_float16_are_refused_by_name(
 
 
 def test_the_float16_check_sees_every_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(files, "PIECE_BYTES", 64)
     array = np.zeros(1000, np.float32)
     array[-1] = 1e9
     (item,) = stored(tmp_path, {"x": array})
     data, _ = placed([item])
     assert data == array.tobytes()
-    with pytest.raises(Refused, match="tensor x"):
-        placed([item], {item.key})
+    for checking in (placed, check_in_place):
+        with pytest.raises(Refused, match="tensor x"):
+            checking([item], {item.key})
 
 
 def test_nan_is_no_number(tmp_path: Path) -> None:
@@ -131,7 +156,7 @@ def test_nan_is_no_number(tmp_path: Path) -> None:
 
 
 def test_narrowed_transforms_are_checked_too() -> None:
-    item = Computed("plus_one", "norm.weight", (1,), lambda: np.array([70000], np.float32))
+    item = Computed("plus_one", (source("norm.weight"),), (1,), lambda: np.array([70000], np.float32))
     with pytest.raises(Refused, match=r"tensor norm\.weight"):
         placed([item], {item.key})
 
@@ -146,10 +171,10 @@ def test_values_that_float16_turns_into_zero_are_counted(tmp_path: Path, dtype: 
     lost = int(np.count_nonzero(values) - np.count_nonzero(values.astype(np.float16)))
     assert lost == np.count_nonzero(small) - np.count_nonzero(small.astype(np.float16)) >= 4
     (item,) = stored(tmp_path, {"x": values})
-    assert place([item], io.BytesIO(), "weights.data", {item.key}).warnings == [
+    assert warnings([item], {item.key}, tmp_path / "data") == [
         f"{lost} of 3900 values of x are too small for float16 and become 0; --dtype bfloat16 keeps them"
     ]
-    assert place([item], io.BytesIO(), "weights.data", set()).warnings == []
+    assert warnings([item], set(), tmp_path / "data") == []
 
 
 def test_as_many_small_values_as_chance_has_are_not_worth_a_word(tmp_path: Path) -> None:
@@ -157,7 +182,7 @@ def test_as_many_small_values_as_chance_has_are_not_worth_a_word(tmp_path: Path)
     values = (np.random.default_rng(0).standard_normal(1_000_000) / 1000).astype(np.float32)
     assert np.count_nonzero(values.astype(np.float16) == 0) > 10
     (item,) = stored(tmp_path, {"x": values})
-    assert place([item], io.BytesIO(), "weights.data", {item.key}).warnings == []
+    assert warnings([item], {item.key}, tmp_path / "data") == []
 
 
 @pytest.mark.parametrize("place_of_nan", [0, weights.CHUNK_BYTES // 4 - 1, weights.CHUNK_BYTES // 4 + 70_000])
@@ -166,7 +191,19 @@ def test_nan_is_found_wherever_it_stands(place_of_nan: int, bad: float) -> None:
     values = np.zeros(weights.CHUNK_BYTES // 4 + 100_000, np.float32)
     values[place_of_nan] = bad
     with pytest.raises(Refused, match="expected finite numbers, found NaN or infinity"):
-        placed([Computed("test", "x", values.shape, lambda: values)])
+        placed([Computed("test", (source("x"),), values.shape, lambda: values)])
+
+
+@pytest.mark.parametrize("index", [0, files.PIECE_BYTES // 2 - 1, files.PIECE_BYTES // 2, 99_999, 299_999])
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
+def test_nan_is_found_wherever_it_is_stored(tmp_path: Path, index: int, dtype: Any) -> None:
+    """Also where pieces meet, whether the tensor is copied or stays in its shard."""
+    values = np.zeros(300_000, dtype)
+    values[index] = np.nan
+    (item,) = stored(tmp_path, {"x": values})
+    for checking in (placed, check_in_place):
+        with pytest.raises(Refused, match="tensor x: expected finite numbers, found NaN or infinity"):
+            checking([item], set())
 
 
 def test_float16_weights_need_no_check(tmp_path: Path) -> None:
@@ -177,42 +214,74 @@ def test_float16_weights_need_no_check(tmp_path: Path) -> None:
 def test_a_file_that_shrank_meanwhile_is_refused(tmp_path: Path) -> None:
     (item,) = stored(tmp_path, {"x": np.zeros(100, np.float32)})
     os.truncate(item.ref.file, item.ref.offset + 40)
-    with pytest.raises(Refused, match="tensor x: expected 360 more bytes, found the end of the file"):
+    with pytest.raises(Refused, match="tensor x: expected 400 bytes, found 40; the file changed while it was read"):
         placed([item])
 
 
-def test_tensors_larger_than_a_chunk_are_written_piece_by_piece(tmp_path: Path) -> None:
+def test_tensors_larger_than_a_chunk_are_written_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One write of more than 2 GB fails on some systems, and a whole tensor need never be in memory."""
+    sizes: list[int] = []
+    write, copy = os.write, os.copy_file_range
 
-    class Recorder(io.RawIOBase):
-        sizes: list[int] = []  # noqa: RUF012
-        position = 0
+    def recorded_write(descriptor: int, data: memoryview) -> int:
+        sizes.append(len(data))
+        return write(descriptor, data)
 
-        def writable(self) -> bool:
-            return True
+    def recorded_copy(source: int, target: int, count: int, offset: int) -> int:
+        sizes.append(count)
+        return copy(source, target, count, offset)
 
-        def tell(self) -> int:
-            return self.position
+    monkeypatch.setattr(os, "write", recorded_write)
+    monkeypatch.setattr(os, "copy_file_range", recorded_copy)
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (100 * MEGABYTE))
+    ref = TensorRef("big", path, "U8", (100 * MEGABYTE,), 0, 100 * MEGABYTE)
+    array = np.ones(10 * MEGABYTE, np.float32)
+    big = Stored(ref, ir.DataType.UINT8, ref.shape)
+    for item, most in ((big, 64 * MEGABYTE), (Computed("ones", (), array.shape, lambda: array), 16 * MEGABYTE)):
+        sizes.clear()
+        with NewFile(tmp_path / "out", "xxh3_128") as file:
+            place([item], file, "out", set())
+        assert sum(sizes) == item.nbytes and max(sizes) == most
+        (tmp_path / "out").unlink()
 
-        def write(self, data: Any) -> int:
-            self.sizes.append(len(data))
-            self.position += len(data)
-            return len(data)
 
+def test_a_hole_stays_a_hole(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 100 * MEGABYTE)
+    with path.open("r+b") as file:
+        file.seek(50 * MEGABYTE)
+        file.write(b"y" * 4096)
     ref = TensorRef("big", path, "U8", (100 * MEGABYTE,), 0, 100 * MEGABYTE)
-    recorder = Recorder()
-    place([Stored(ref, ir.DataType.UINT8, ref.shape)], recorder, "weights.data", set())  # type: ignore[arg-type]
-    assert sum(recorder.sizes) == 100 * MEGABYTE and max(recorder.sizes) == weights.CHUNK_BYTES == 16 * MEGABYTE
+    with NewFile(tmp_path / "out", "xxh3_128") as written:
+        place([Stored(ref, ir.DataType.UINT8, ref.shape)], written, "out", set())
+    data = path.read_bytes()
+    assert (tmp_path / "out").read_bytes() == data
+    assert written.digest == f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+    if path.stat().st_blocks * 512 < MEGABYTE:  # the file system has holes
+        assert (tmp_path / "out").stat().st_blocks * 512 < MEGABYTE
 
 
-def peak_bytes(items: list[Weight], narrowed: set[object]) -> int:
-    with open(os.devnull, "wb") as sink:
+def test_a_full_disk_is_not_taken_for_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a copy between two files fails with may be either's fault; the system's word is passed on."""
+
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    (item,) = stored(tmp_path, {"x": np.zeros(100, np.float32) + 1})
+    with pytest.raises(OSError, match="No space left"):
+        placed([item])
+
+
+def peak_bytes(items: list[Weight], narrowed: set[object], path: Path) -> int:
+    with NewFile(path, "xxh3_128") as file:
         tracemalloc.start()
         try:
-            place(items, sink, "weights.data", narrowed)
+            place(items, file, "weights.data", narrowed)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -220,17 +289,16 @@ def peak_bytes(items: list[Weight], narrowed: set[object]) -> int:
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     """64 stored and 64 computed tensors of 1 MB each: never more than a few of them at once."""
-    path = tmp_path / "sparse"
-    path.touch()
-    os.truncate(path, 64 * MEGABYTE)
+    path = tmp_path / "ones"
+    path.write_bytes(np.ones(32 * MEGABYTE, BF16).tobytes())  # of a sparse file nothing would be read
     refs = [TensorRef(f"t{i}", path, "BF16", (MEGABYTE // 2,), i * MEGABYTE, MEGABYTE) for i in range(64)]
     items: list[Weight] = [Stored(ref, ir.DataType.BFLOAT16, ref.shape) for ref in refs]
     narrowed = {item.key for item in items}  # which widens each for its check
     items += [
-        Computed("plus_one", ref.name, ref.shape, lambda ref=ref: ref.read().astype(np.float32) + np.float32(1))
+        Computed("plus_one", (ref,), ref.shape, lambda ref=ref: ref.read().astype(np.float32) + np.float32(1))
         for ref in refs
     ]
-    assert peak_bytes(items, narrowed) < 8 * MEGABYTE
+    assert peak_bytes(items, narrowed, tmp_path / "data") < 8 * MEGABYTE
 
 
 def test_an_export_writes_within_the_memory_of_its_largest_tensor(
@@ -240,7 +308,7 @@ def test_an_export_writes_within_the_memory_of_its_largest_tensor(
     peaks: list[int] = []
     largest: list[int] = []
 
-    def traced(items: Any, file: BinaryIO, file_name: str, narrowed: set[object]) -> Placed:
+    def traced(items: Any, file: NewFile, file_name: str, narrowed: set[object]) -> Placed:
         tracemalloc.start()
         try:
             placed = place(items, file, file_name, narrowed)
@@ -251,14 +319,30 @@ def test_an_export_writes_within_the_memory_of_its_largest_tensor(
         return placed
 
     monkeypatch.setattr(package, "place", traced)
-    report = builder.export(trained_checkpoint, tmp_path / "out")
+    report = builder.export(trained_checkpoint, tmp_path / "out", ExportOptions(weights="copy"))
     assert report.weights["copied_bytes"] > 7 * largest[0]
     assert peaks[0] < 3 * largest[0] + MEGABYTE
 
 
-def test_progress_counts_the_bytes(trained_checkpoint: Path, tmp_path: Path) -> None:
+TASKS = {
+    "copy": (ExportOptions(weights="copy"), ["writing weights"]),
+    "link": (ExportOptions(weights="link"), ["checking linked weights", "writing weights"]),
+    "hash": (
+        ExportOptions(weights="link", hash=True),
+        [f"reading model_{part}.safetensors" for part in ("backbone", "mtp")]
+        + ["checking linked weights", "writing weights"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TASKS)
+def test_progress_counts_the_bytes(trained_checkpoint: Path, tmp_path: Path, case: str) -> None:
+    """Task by task, each up to its own total."""
+    options, tasks = TASKS[case]
     seen: list[tuple[str, int, int]] = []
-    builder.export(trained_checkpoint, tmp_path / "out", progress=lambda *step: seen.append(step))
-    done = [step[1] for step in seen]
-    assert {step[0] for step in seen} == {"writing weights"} and len({step[2] for step in seen}) == 1
-    assert all(a < b for a, b in itertools.pairwise(done)) and done[-1] == seen[-1][2]
+    builder.export(trained_checkpoint, tmp_path / "out", options, progress=lambda *step: seen.append(step))
+    assert [task for task, _ in itertools.groupby(seen, key=lambda step: step[0])] == tasks
+    for task in tasks:
+        done, totals = zip(*((step[1], step[2]) for step in seen if step[0] == task), strict=True)
+        assert len(set(totals)) == 1 and done[-1] == totals[0]
+        assert all(a < b for a, b in itertools.pairwise(done))

@@ -1,0 +1,85 @@
+"""build-model verify as a user and a continuous-integration service meet it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cli import main
+from fixtures import TRAINED
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "package"
+    assert invoke("export", TRAINED, folder, "--weights", "copy", "-q").exit_code == 0
+    return folder
+
+
+def cases(path: Path) -> dict[str, ElementTree.Element]:
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "testsuites" and root[0].tag == "testsuite"
+    found = {case.attrib["name"]: case for case in root[0]}
+    assert int(root.attrib["tests"]) == int(root[0].attrib["tests"]) == len(found)
+    failures = sum(case.find("failure") is not None for case in found.values())
+    assert int(root.attrib["failures"]) == failures
+    return found
+
+
+def test_a_sound_package_exits_0_with_a_table_json_and_junit(package: Path, tmp_path: Path) -> None:
+    shown = invoke("verify", package, "--deep", "--junit", tmp_path / "v.xml")
+    assert shown.exit_code == 0 and "speculative equals plain" in " ".join(shown.stdout.split())
+    result = invoke("verify", package, "--deep", "--json")
+    document: Any = json.loads(result.stdout)
+    assert document["ok"] is True and all(check.keys() == {"name", "ok", "detail"} for check in document["checks"])
+    assert cases(tmp_path / "v.xml").keys() == {check["name"] for check in document["checks"]}
+
+
+def test_a_damaged_package_exits_1_and_names_what_is_wrong(package: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(package, tmp_path / "package"))
+    data = bytearray((folder / "weights.data").read_bytes())
+    data[0] ^= 1
+    (folder / "weights.data").write_bytes(data)
+    result = invoke("verify", folder, "--json", "--junit", tmp_path / "v.xml")
+    assert result.exit_code == 1
+    wrong = [check["name"] for check in json.loads(result.stdout)["checks"] if not check["ok"]]
+    assert wrong == ["file weights.data"]
+    failure = cases(tmp_path / "v.xml")["file weights.data"].find("failure")
+    assert failure is not None and "expected xxh3_128:" in failure.attrib["message"]
+
+
+def test_unchecked_content_of_links_is_listed_and_fails_deep(tmp_path: Path) -> None:
+    folder = tmp_path / "package"
+    assert invoke("export", TRAINED, folder, "--weights", "link", "-q").exit_code == 0
+    shallow = invoke("verify", folder, "--json")
+    assert shallow.exit_code == 0 and "content not checked" in shallow.stdout
+    deep = invoke("verify", folder, "--deep", "--json")
+    assert deep.exit_code == 1
+    wrong = [check for check in json.loads(deep.stdout)["checks"] if not check["ok"]]
+    assert {check["name"] for check in wrong} == {f"file {path.name}" for path in TRAINED.glob("*.safetensors")}
+
+
+def test_what_is_no_package_and_bad_options_exit_2(package: Path, tmp_path: Path) -> None:
+    for arguments in (
+        [TRAINED],
+        [tmp_path / "nowhere"],
+        [package, "--draft-tokens", 9],
+        [package, "--min-acceptance", 2],
+    ):
+        result = invoke("verify", *arguments)
+        assert result.exit_code == 2 and result.stdout == "", arguments
+
+
+def test_a_report_that_cannot_be_written_exits_3(package: Path, tmp_path: Path) -> None:
+    result = invoke("verify", package, "--junit", tmp_path / "no" / "v.xml")
+    assert result.exit_code == 3 and "could not be written" in result.stderr
