@@ -38,7 +38,7 @@ test-all: $(VENV)/.test
 
 # ModelOpt's own dequantization against ours, to the bit. It wants another transformers, hence another environment.
 test-modelopt: $(MODELOPT)/.installed
-	$(MODELOPT)/bin/python -m fixtures.modelopt.check fixtures/checkpoints/mo_*
+	$(MODELOPT)/bin/python -m fixtures.modelopt.check fixtures/checkpoints/mo_* fixtures/checkpoints/trained_mo_*
 
 fuzz: $(FUZZ)/.installed
 	$(FUZZ)/bin/python -m fuzz.target --runs $(RUNS)

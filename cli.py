@@ -6,6 +6,7 @@ stdout carries the result; progress and warnings go to stderr. Heavy imports hap
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from builder.errors import DraftsmithError, MachineError, Refused
+from builder.errors import DraftsmithError, MachineError, Refused, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +48,12 @@ class Commands(click.Group):
                 raise
             click.echo(f"build-model: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:  # of the machine, wherever nobody said it better; click ends on a closed pipe itself
+            if ctx.params.get("debug") or error.errno == errno.EPIPE:
+                raise
+            where = f"{one_line(error.filename)}: " if error.filename else ""
+            click.echo(f"build-model: {where}{error.strerror or one_line(error)}", err=True)
+            ctx.exit(MachineError.exit_code)
         except (KeyboardInterrupt, click.Abort):
             click.echo("build-model: interrupted", err=True)
             ctx.exit(128 + signal.SIGINT)
@@ -192,6 +199,7 @@ def plan(src: Path, batch_size: int, as_json: bool, quiet: bool, **options: Any)
         from builder.display import table
 
         graph_table(found.graphs, "graphs")
+        click.echo(f"parameters: {found.parameters['total']:,}, of which a token passes {found.parameters['active']:,}")
         table("weights", ["", "bytes"], [[name, f"{size:,}"] for name, size in found.weights.items()])
         table("GPU memory", ["", "bytes"], [[name, f"{size:,}"] for name, size in found.memory.items()])
 
@@ -210,6 +218,8 @@ def graph_table(graphs: Mapping[str, GraphReport | None], title: str) -> None:
     ]
     table(title, ["graph", "file", "nodes", *formats, "full attention", "linear attention"], rows)
     for graph in present.values():
+        if graph.experts:
+            click.echo(f"experts of {graph.file}: {', '.join(f'{n:,} {kind}' for kind, n in graph.experts.items())}")
         for module, reason in graph.dequantized.items():
             click.echo(f"{module} is dequantized to float: {reason}")
 
@@ -336,9 +346,10 @@ def run(
 
 def _tokenizer(package: Path, quiet: bool) -> Tokenizer | None:
     """None for a package without a usable one: token ids work all the same, and text is then null."""
+    from builder import paths
     from runtime.text import Tokenizer
 
-    if not (package / "tokenizer.json").is_file():
+    if not paths.is_file(package / "tokenizer.json"):
         return None
     try:
         return Tokenizer(package)
@@ -408,10 +419,6 @@ def verify(package: Path, junit: Path | None, as_json: bool, quiet: bool, **opti
 
     with progress_bar(quiet) as progress:
         found = runtime.verify(package, runtime.VerifyOptions(**options), progress)
-    if junit:
-        from builder import junit as report
-
-        report.write(junit, str(package), found.checks)
 
     def human() -> None:
         from builder.display import table
@@ -419,7 +426,13 @@ def verify(package: Path, junit: Path | None, as_json: bool, quiet: bool, **opti
         rows = [["ok" if check.ok else "FAILED", check.name, check.detail] for check in found.checks]
         table(str(package), ["", "check", "seen"], rows)
 
-    show(found.to_json(), as_json, human)
+    try:
+        show(found.to_json(), as_json, human)
+    finally:  # whoever closed stdout wants the report all the same
+        if junit:
+            from builder import junit as report
+
+            report.write(junit, str(package), found.checks)
     if not found.ok:
         sys.exit(found.exit_code)
 

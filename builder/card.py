@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from builder.checks import Check
 from builder.manifest import BUILD_FILE, MANIFEST_FILE
 
 RUN = """## Run it
@@ -13,7 +14,7 @@ Needs ONNX Runtime {minimum} or newer on a GPU, 1.32 or newer on a CPU, or onnxr
 
 ```
 build-model verify .
-build-model run . --prompt "Hello" --draft-tokens {drafts}
+build-model run . {prompt} --draft-tokens {drafts}
 ```
 
 In onnxruntime-genai the folder is a model for its Engine as it is:
@@ -26,14 +27,16 @@ config = og.Config("path/to/this/folder")
 engine = og.Engine(og.Model(config))
 ```
 
-Before it was published the package was read back: its graphs have the names and types of `genai_config.json`, and
-every weight lies inside a file of this folder. `build-model verify` repeats that, checks digests (`--deep` reads all
-bytes) and compares speculative with plain tokens.
+`build-model verify` repeats the checks below, checks digests (`--deep` reads all bytes) and compares speculative with
+plain tokens by running both.
 """
 
 
-def card(manifest: Mapping[str, Any], graphs: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def card(
+    manifest: Mapping[str, Any], graphs: Mapping[str, Any], facts: Mapping[str, Any], checks: Sequence[Check]
+) -> str:
     """Markdown. graphs: GraphReports by name, None for one that is absent. facts: lines of the first table, in order.
+    checks: what was verified of the package before it was published.
 
     Nothing here differs between two exports of one source: what belongs to a run is in build.json.
     """
@@ -57,7 +60,15 @@ def card(manifest: Mapping[str, Any], graphs: Mapping[str, Any], facts: Mapping[
             "",
             *_files(manifest),
             "",
-            RUN.format(minimum=_minimum(manifest), drafts=facts["drafts per step"]),
+            RUN.format(
+                minimum=_minimum(manifest),
+                drafts=facts["drafts per step"],
+                prompt='--prompt "Hello"' if "tokenizer.json" in manifest["files"] else "--token-ids 1,2,3",
+            ),
+            "| verified before it was published | seen |",
+            "|---|---|",
+            *(f"| {check.name} | {check.detail} |" for check in checks),
+            "",
         ]
     )
 
@@ -75,6 +86,11 @@ def _census(graphs: Mapping[str, Any]) -> list[str]:
         for graph in present.values()
     ]
     for graph in present.values():
+        if graph.experts:
+            lines += [
+                "",
+                f"Experts of {graph.file}: {', '.join(f'{n:,} as {kind}' for kind, n in graph.experts.items())}.",
+            ]
         if graph.dequantized:
             lines += ["", f"{len(graph.dequantized)} quantized modules of {graph.file} are carried as float."]
     return lines

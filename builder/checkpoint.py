@@ -148,6 +148,7 @@ class Checkpoint(Mapping[str, TensorRef]):
         self.config: dict[str, Any] = self._config()
         with reading(self.folder):
             self._tensors = _read_tensors(self.folder)
+            self._stamps = {path: _stamp(path) for path in self.files}
 
     def __getitem__(self, name: str) -> TensorRef:
         return self._tensors[name]
@@ -179,6 +180,16 @@ class Checkpoint(Mapping[str, TensorRef]):
     def files(self) -> tuple[Path, ...]:
         return tuple(sorted({ref.file for ref in self._tensors.values()}))
 
+    def refuse_changed(self) -> None:
+        """Raises Refused where a shard is not the file any more whose header was read."""
+        for path, stamp in self._stamps.items():
+            with reading(path):
+                changed = _stamp(path) != stamp
+            if changed:
+                raise Refused(
+                    path, expected="the file that it was", found="another one, or a change", remedy="run again"
+                )
+
     def unlisted_shards(self) -> list[Path]:
         """Safetensors files in the folder that no tensor is read from: an index is an allow-list."""
         return sorted(path for path in self.folder.glob("*.safetensors") if path not in self.files and path.is_file())
@@ -199,6 +210,12 @@ class Checkpoint(Mapping[str, TensorRef]):
             found="none",
             remedy="check that every shard is there",
         )
+
+
+def _stamp(path: Path) -> tuple[int, int, int, int]:
+    """What tells a file from another one of that name, and from itself after a change."""
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -259,9 +276,8 @@ def _indexed_tensors(folder: Path, index: Path) -> dict[str, TensorRef]:
     headers: dict[str, dict[str, TensorRef]] = {}
     tensors: dict[str, TensorRef] = {}
     for name, shard in weight_map.items():
-        path = _shard_path(folder, shard)
-        if shard not in headers:
-            headers[shard] = read_header(path)
+        if not isinstance(shard, str) or shard not in headers:
+            headers[shard] = read_header(_shard_path(folder, shard))
             _refuse_too_many(sum(map(len, headers.values())))
         if name not in headers[shard]:
             raise Refused(

@@ -19,7 +19,7 @@ from typing import Any
 
 import onnx
 
-from builder import digests, graph_comparison, initializers
+from builder import digests, graph_comparison, graph_file, initializers
 from builder.changes import Changes, between
 from builder.checkpoint import read_json_object
 from builder.errors import Refused
@@ -176,9 +176,7 @@ class _Package:
         overlays = [name for name in files if name.startswith(f"{OVERLAYS}/") and name.endswith(".json")]
         documents = {name: read_json_object(files[name]) for name in (CONFIG_FILE, *overlays)}
         graphs = {
-            name: graph_comparison.load(path)
-            for name, path in files.items()
-            if name.endswith(".onnx") and "/" not in name
+            name: graph_file.load(path) for name, path in files.items() if name.endswith(".onnx") and "/" not in name
         }
         manifest = read_json_object(files[MANIFEST_FILE]) if MANIFEST_FILE in files else {}
         return cls(

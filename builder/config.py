@@ -13,11 +13,13 @@ from builder.errors import Refused
 
 MAX_LAYERS = 10_000
 MAX_POSITIONS = 1 << 24
+MAX_EXPERTS = 1 << 12
 MAX_ROTARY_ELEMENTS = 1 << 26
 """Positions by rotary width: 1 M positions of the family's 64. The tables are made in memory, in float64."""
 Size = Annotated[int, Field(gt=0, lt=1 << 31)]
 LayerType = Literal["linear_attention", "full_attention"]
 DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
+MOE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 
 
 class _Frozen(BaseModel):
@@ -35,12 +37,25 @@ class Rope(_Frozen):
     mrope_section: tuple[_Section, _Section, _Section]
 
 
+class MoeConfig(_Frozen):
+    """A mixture of experts in place of every MLP: how many, how many a token takes, and their inner widths."""
+
+    num_experts: int = Field(gt=0, le=MAX_EXPERTS)
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+    shared_expert_intermediate_size: Size
+
+
 class ModelConfig(_Frozen):
-    """Geometry of a Qwen3.5-family text model. Sizes in elements; names are those of config.json."""
+    """Geometry of a Qwen3.5-family text model. Sizes in elements; names are those of config.json.
+
+    intermediate_size is a dense model's, moe a mixture's; the other one is None.
+    """
 
     model_type: str
     hidden_size: Size
-    intermediate_size: Size
+    intermediate_size: Size | None = None
+    moe: MoeConfig | None = None
     vocab_size: Size
     num_hidden_layers: int = Field(gt=0, le=MAX_LAYERS)
     layer_types: tuple[LayerType, ...]
@@ -89,21 +104,23 @@ def parse_config(document: dict[str, Any], source: str = "config.json") -> Model
     if not isinstance(text, dict):
         raise Refused(f"{source} text_config", expected="an object", found=type(text).__name__, remedy="mend the file")
     model_type = document.get("model_type")
-    if model_type not in DENSE_TYPES:
+    if model_type not in (*DENSE_TYPES, *MOE_TYPES):
         raise Refused(
             f"{source} model_type",
-            expected=f"one of {', '.join(DENSE_TYPES)}",
+            expected=f"one of {', '.join((*DENSE_TYPES, *MOE_TYPES))}",
             found=repr(model_type),
-            remedy="export a dense Qwen3.5-family checkpoint",
+            remedy="export a Qwen3.5-family checkpoint",
         )
     _refuse_unsupported(text, source)
     merged = {**text, "model_type": model_type, "layer_types": _layer_types(text), "rope": _rope(text, source)}
+    mixture = model_type in MOE_TYPES
+    merged |= {"intermediate_size": None, "moe": text} if mixture else {"moe": None}
     merged.setdefault("tie_word_embeddings", document.get("tie_word_embeddings", False))
     try:
         config = ModelConfig.model_validate(merged)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
+        key = ".".join(str(part) for part in first["loc"] if part != "moe")
         missing = first["type"] == "missing"
         raise Refused(
             f"{source} {key}",
@@ -111,6 +128,8 @@ def parse_config(document: dict[str, Any], source: str = "config.json") -> Model
             found="nothing" if missing else repr(first["input"]),
             remedy="mend the file",
         ) from None
+    if config.moe is None and config.intermediate_size is None:
+        raise Refused(f"{source} intermediate_size", expected="a value", found="nothing", remedy="mend the file")
     _check_geometry(config, source)
     return config
 
@@ -205,6 +224,13 @@ def _check_geometry(config: ModelConfig, source: str) -> None:
         f"a multiple of linear_num_key_heads {config.linear_num_key_heads}",
         config.linear_num_value_heads,
     )
+    if config.moe is not None:
+        require(
+            config.moe.num_experts_per_tok <= config.moe.num_experts,
+            "num_experts_per_tok",
+            f"at most num_experts {config.moe.num_experts}",
+            config.moe.num_experts_per_tok,
+        )
     half = config.rotary_dim // 2
     require(
         half > 0 and config.rotary_dim % 2 == 0 and sum(config.rope.mrope_section) == half,

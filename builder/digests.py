@@ -8,6 +8,7 @@ have the SHA-256 that names them in its cache, for which nothing has to be read.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 
 import xxhash
 
+from builder.checkpoint import MAX_JSON_BYTES
+from builder.errors import Refused
 from builder.progress import Progress, silent
 
 CHUNK_BYTES = 1 << 24
@@ -50,10 +53,21 @@ def of_file(path: Path, algorithm: str, progress: Progress = silent) -> str:
 
 
 def of_header(path: Path) -> str:
-    """Of a safetensors file's length field and JSON header: which tensors lie where, without their bytes."""
+    """Of a safetensors file's length field and JSON header: which tensors lie where, without their bytes.
+
+    Raises Refused where the field says more than the file or any header has, OSError.
+    """
     with path.open("rb") as file:
-        length = file.read(HEADER_LENGTH_BYTES)
-        return of_bytes(length + file.read(int.from_bytes(length, "little")))
+        field, size = file.read(HEADER_LENGTH_BYTES), os.fstat(file.fileno()).st_size
+        length = int.from_bytes(field, "little")
+        if length > min(size - HEADER_LENGTH_BYTES, MAX_JSON_BYTES):
+            raise Refused(
+                path,
+                expected="a safetensors header",
+                found=f"a length of {length} in a file of {size} bytes",
+                remedy="bring the shard again",
+            )
+        return of_bytes(field + file.read(length))
 
 
 def free_of_charge(path: Path) -> str | None:

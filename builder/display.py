@@ -31,6 +31,14 @@ def facts(lines: Mapping[str, str]) -> None:
         click.echo(f"{name:{width}}  {one_line(text)}")
 
 
+def _parameters(found: Mapping[str, Any]) -> str:
+    numbers, experts = found["parameters"], found["experts"]
+    if not experts:
+        return f"{numbers['total']:,}"
+    mixture = f"{experts['num_experts']} experts a layer, {experts['num_experts_per_tok']} of them for each token"
+    return f"{numbers['total']:,}, of which a token passes {numbers['active']:,}; {mixture}"
+
+
 def counts(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in numbers.items() if count) or "none"
 
@@ -42,6 +50,7 @@ def checkpoint(found: Mapping[str, Any]) -> None:
     facts(
         {
             "model": f"{found['model_type']}; layers: {counts(found['layers'])}; MTP head: {_yes(found['mtp'])}",
+            "parameters": _parameters(found),
             "tensors": f"{found['tensors']} in {len(files)} files, {sum(files.values()):,} bytes; skipped: {skipped}",
             "declared": f"{quantization['method'] or 'no quantization'} {quantization['algorithm'] or ''}".strip()
             + f"; {len(quantization['ignored'])} names ignored",

@@ -7,8 +7,12 @@ MAX_PART = 300
 def one_line(part: object) -> str:
     """Text that came from outside, fit for one line of a terminal: clipped, control characters spelled out."""
     text = str(part)
-    clipped = text if len(text) <= MAX_PART else f"{text[:MAX_PART]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in clipped)
+    return printable(text if len(text) <= MAX_PART else f"{text[:MAX_PART]}...")
+
+
+def printable(text: str) -> str:
+    """The whole text with line breaks, control characters and everything else that nobody can see spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 class DraftsmithError(Exception):

@@ -59,12 +59,11 @@ def export(
 ) -> ExportReport:
     """Writes the package `out` from `src`, a checkpoint folder or a Hub id.
 
-    Raises Refused or MachineError; then nothing is left."""
+    Raises Refused or MachineError; then nothing is left.
+    """
     started = time.monotonic()
     options = options or ExportOptions()
     options.check()
-    with package.machine_errors(Path(out)):
-        recovered = staging.recover(Path(os.path.abspath(out)))
     package.refuse_existing(Path(out), options.force)
     checkpoint = Checkpoint(checkpoint_folder(src, options.revision, quiet=progress is silent))
     package.refuse_source(checkpoint, Path(out))
@@ -85,7 +84,10 @@ def export(
         )
 
     reports = graph_reports(graphs, source)
+    counts, moe = source.parameters, source.config.moe
     facts = {
+        "parameters": f"{counts['total']:,}, of which a token passes {counts['active']:,}",
+        **({"experts": f"{moe.num_experts} a layer, {moe.num_experts_per_tok} a token"} if moe else {}),
         "activations": options.activation_dtype,
         "context": f"{limits.context_length:,} tokens",
         "drafts per step": limits.max_draft_tokens if source.mtp and options.capacity else 0,
@@ -95,12 +97,16 @@ def export(
     recipe = package.Recipe(
         graphs,
         describe,
-        lambda manifest: card(manifest, reports, facts),
+        lambda manifest, checks: card(manifest, reports, facts, checks),
         overlays(has_mtp=source.mtp is not None, max_draft_tokens=limits.max_draft_tokens if options.capacity else 0),
         options.recorded(limits),
+        {"parameters": counts, "graphs": {name: asdict(report) for name, report in reports.items() if report}},
         options.weights,
         options.hash,
     )
+    with package.machine_errors(Path(out)):
+        recovered = staging.recover(Path(os.path.abspath(out)), package.is_package)
+    package.refuse_existing(Path(out), options.force)
     written = package.write(Path(out), checkpoint, recipe, force=options.force, progress=progress)
     return ExportReport(
         package=str(out),

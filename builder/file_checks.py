@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from builder import digests, manifest
+from builder import digests, manifest, paths
 from builder.checkpoint import read_json_object
 from builder.checks import Check, judged
 from builder.errors import MachineError, Refused
@@ -50,7 +51,7 @@ def check_manifest(folder: Path) -> tuple[Check, Manifest | None]:
 
 def _build_record(folder: Path) -> str:
     path = folder / BUILD_FILE
-    if not path.is_file():
+    if not paths.is_file(path):
         return f"its own digest not checked: no {BUILD_FILE}"
     recorded = read_json_object(path).get("manifest")
     made = digests.of_bytes((folder / MANIFEST_FILE).read_bytes())
@@ -61,8 +62,11 @@ def _build_record(folder: Path) -> str:
 
 def _file(folder: Path, name: str, record: File, progress: Progress, *, deep: bool) -> str:
     path = folder / name
-    if not _inside(name) or not path.is_file() or path.is_symlink():
-        raise Refused(path, expected=f"a file of {record.size:,} bytes", found="none", remedy=RE_EXPORT)
+    there = _inside(name) and paths.is_file(path)
+    link = there and path.resolve() != folder.resolve() / name
+    if not there or link:
+        found = "a symbolic link" if link else "none"
+        raise Refused(path, expected=f"a file of {record.size:,} bytes", found=found, remedy=RE_EXPORT)
     try:
         return _content(path, record, progress, deep=deep)
     except OSError as error:
@@ -101,9 +105,23 @@ def _content(path: Path, record: File, progress: Progress, *, deep: bool) -> str
 def _others(folder: Path, found: Manifest) -> str:
     """Not wrong, but nobody who verifies a package should overlook what somebody put beside it."""
     known = {*found.files, MANIFEST_FILE, BUILD_FILE}
-    paths = (path for path in folder.rglob("*") if not path.is_dir())
-    others = sorted(name for name in (path.relative_to(folder).as_posix() for path in paths) if name not in known)
-    return f"not the package's: {', '.join(others)}" if others else "none"
+    others = []
+    for path in _entries(folder):
+        name, link = path.relative_to(folder).as_posix(), path.is_symlink()
+        if link or name not in known:
+            others.append(f"{name} (a symbolic link)" if link else name)
+    return f"not the package's: {', '.join(sorted(others))}" if others else "none"
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Everything below the folder but the folders themselves; what a symbolic link leads to is not entered."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
+        yield from (Path(parent) / name for name in (*files, *links))
 
 
 def check_options(package: Package, found: Manifest) -> Check:

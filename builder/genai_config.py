@@ -45,7 +45,7 @@ def genai_config(
     special = {"bos_token_id": tokens.bos, "eos_token_id": list(tokens.eos) or None, "pad_token_id": tokens.pad}
     config: dict[str, Any] = {
         "model": {
-            "type": "qwen3_5_text",
+            "type": "qwen3_5_moe_text" if model.moe else "qwen3_5_text",
             **{key: value for key, value in special.items() if value is not None},
             "vocab_size": model.vocab_size,
             "context_length": limits.context_length,

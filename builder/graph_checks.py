@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx
 import onnx_ir as ir
 
-from builder import contract, ops
+from builder import contract, graph_file, ops
 from builder.checks import Check, judged
 from builder.contract import IoSpec, TensorSpec
 from builder.errors import Refused
 from builder.graph import IR_VERSION, OPSETS
 from builder.manifest import MANIFEST_FILE, Manifest
-from builder.package import DATA_FILE, TRANSFORMED_FILE
-from builder.reader import CONFIG_FILE, GraphFile, Package
+from builder.reader import CONFIG_FILE, MAX_DIGITS, GraphFile, Package, integer, sizes
+from builder.record_checks import WRITTEN_FILES
 from builder.weights import LARGE_BYTES, SMALL_ALIGNMENT
 
 RE_EXPORT = "export the package again"
-WRITTEN_FILES = (DATA_FILE, TRANSFORMED_FILE)
-"""Data files that an export writes, and so covers to the byte; a linked shard also holds what no graph uses."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,33 @@ def check_graphs(package: Package, config: dict[str, Any], found: Manifest | Non
     """Interface, operators and aliasing of each graph, and the data that both refer to."""
     graphs = {"target": package.target, "mtp": package.mtp}
     present = {name: graph for name, graph in graphs.items() if graph}
-    protos = {name: onnx.load(graph.path, load_external_data=False) for name, graph in present.items()}
-    geometry = _geometry(package, config)
-    dtype = package.target.io.output(contract.HIDDEN_STATES).dtype
-    due = {
-        "target": contract.target_io(geometry, dtype, package.capacity),
-        "mtp": contract.mtp_io(geometry, dtype),
-    }
+    protos = {name: graph_file.load(graph.path) for name, graph in present.items()}
+    made: list[Geometry] = []
+    yield judged("geometry", lambda: _measured(package, config, made))
+    due = _due(package, made[0]) if made else {}
     for name, graph in present.items():
         file, proto = graph.path.name, protos[name]
-        yield judged(f"interface {file}", _bind(_interface, graph, due[name]))
+        if due:
+            yield judged(f"interface {file}", _bind(_interface, graph, due[name]))
         yield judged(f"operators {file}", _bind(_operators, proto, file, found))
         yield judged(f"aliasing {file}", _bind(_aliasing, package, proto, name))
         if found is not None:
             yield judged(f"initializers {file}", _bind(_recorded, proto, file, found))
+            yield judged(f"census {file}", _bind(_census, proto, file, found, name))
     yield judged("data", lambda: _data(package, [*itertools.chain.from_iterable(map(external, protos.values()))]))
     if package.mtp:
         yield judged("shared initializers", lambda: _shared(config, protos))
+
+
+def _measured(package: Package, config: dict[str, Any], made: list[Geometry]) -> str:
+    """Puts the geometry into `made`, where it is one."""
+    made.append(_geometry(package, config))
+    return f"{len(made[0].layer_types)} layers of {made[0].hidden_size}"
+
+
+def _due(package: Package, geometry: Geometry) -> dict[str, IoSpec]:
+    dtype = package.target.io.output(contract.HIDDEN_STATES).dtype
+    return {"target": contract.target_io(geometry, dtype, package.capacity), "mtp": contract.mtp_io(geometry, dtype)}
 
 
 def _bind(judge: Callable[..., str], *arguments: Any) -> Callable[[], str]:
@@ -105,26 +115,33 @@ def external(model: onnx.ModelProto) -> list[Initializer]:
 
 
 def _geometry(package: Package, config: dict[str, Any]) -> Geometry:
-    decoder, io = config["model"]["decoder"], package.target.io
-    heads: contract.Dim = 0
-    value_dim = key_dim = kernel = channels = heads
+    """Raises Refused naming what the configuration lacks; reader.read has checked the states' sizes."""
+    decoder = config["model"]["decoder"]
+    keys = ("hidden_size", "num_key_value_heads", "head_size", "num_hidden_layers")
+    hidden, kv_heads, head_dim, layers = (integer(f"model.decoder.{key}", decoder.get(key), 1) for key in keys)
+    listed = sorted((*package.full_layers, *package.linear_layers))
+    if layers != len(listed) or listed != [*range(len(listed))]:
+        raise Refused(
+            f"{CONFIG_FILE} model.decoder.num_hidden_layers",
+            expected=f"as many as the layers of state_groups, {listed}",
+            found=layers,
+            remedy=RE_EXPORT,
+        )
+    heads = value_dim = key_dim = kernel = channels = 0
     if package.linear_layers:
-        heads, value_dim, key_dim = io.input(contract.PAST_RECURRENT.format(package.linear_layers[0])).shape[1:]
-        channels, kernel = io.input(contract.PAST_CONV.format(package.linear_layers[0])).shape[1:]
-    keys = package.linear_num_key_heads or (int(channels) - int(heads) * int(value_dim)) // max(1, 2 * int(key_dim))
-    kinds = dict.fromkeys(package.full_layers, "full_attention")
-    kinds |= dict.fromkeys(package.linear_layers, "linear_attention")
+        heads, value_dim, key_dim = sizes(package.target, contract.PAST_RECURRENT.format(package.linear_layers[0]), 4)
+        channels, kernel = sizes(package.target, contract.PAST_CONV.format(package.linear_layers[0]), 3)
     return Geometry(
-        hidden_size=decoder["hidden_size"],
+        hidden_size=hidden,
         vocab_size=package.vocab_size,
-        num_key_value_heads=decoder["num_key_value_heads"],
-        head_dim=decoder["head_size"],
-        linear_num_key_heads=keys,
-        linear_num_value_heads=int(heads),
-        linear_key_head_dim=int(key_dim),
-        linear_value_head_dim=int(value_dim),
-        linear_conv_kernel_dim=int(kernel) + 1,
-        layer_types=tuple(kinds.get(layer, "none") for layer in range(decoder["num_hidden_layers"])),
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        linear_num_key_heads=package.linear_num_key_heads or (channels - heads * value_dim) // max(1, 2 * key_dim),
+        linear_num_value_heads=heads,
+        linear_key_head_dim=key_dim,
+        linear_value_head_dim=value_dim,
+        linear_conv_kernel_dim=kernel + 1,
+        layer_types=tuple("full_attention" if id in package.full_layers else "linear_attention" for id in listed),
     )
 
 
@@ -207,7 +224,12 @@ def _aliasing(package: Package, model: onnx.ModelProto, name: str) -> str:
     for op_type, taken, past, given, present in pairs:
         node = made.get(present)
         inputs, outputs = (list(node.input), list(node.output)) if node else ([], [])
-        right = node and node.op_type == op_type and inputs[taken : taken + 1] == [past] and outputs[given] == present
+        right = (
+            node
+            and node.op_type == op_type
+            and inputs[taken : taken + 1] == [past]
+            and outputs[given : given + 1] == [present]
+        )
         if not right:
             raise Refused(
                 f"{package.folder.name} {name} output {present}",
@@ -237,6 +259,42 @@ def _recorded(model: onnx.ModelProto, file: str, found: Manifest) -> str:
     return f"{len(actual)} as {MANIFEST_FILE} has them"
 
 
+MATMULS = {"nvfp4": "MatMulBlockQuantizedFp4Weight", "fp8": "MatMulBlockQuantizedFp8Weight", "float": "Gemm"}
+SAME_OP = {"mxfp4": "nvfp4", "mxfp8": "fp8"}
+"""Formats that one op carries."""
+EXPERT_OPS = {"QMoE": "quantized", "MoE": "float"}
+
+
+def _census(model: onnx.ModelProto, file: str, found: Manifest, graph: str) -> str:
+    """Modules by format and experts are as many as the manifest counts. graph: its name there."""
+    recorded = found.census.get("graphs", {}).get(graph, {})
+    ops = Counter(node.op_type for node in model.graph.node)
+    shapes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    experts: Counter[str] = Counter()
+    for node in model.graph.node:
+        if node.op_type in EXPERT_OPS:
+            experts[EXPERT_OPS[node.op_type]] += _experts(model, node, shapes)
+    matmuls: Counter[str] = Counter()
+    for kind, count in recorded.get("matmuls", {}).items():
+        matmuls[SAME_OP.get(kind, kind)] += count
+    counted: Counter[str] = Counter()
+    for kind, count in recorded.get("experts", {}).items():
+        counted["float" if kind == "float" else "quantized"] += count
+    facts = [(f"{kind} modules", matmuls[kind], ops[op]) for kind, op in MATMULS.items()]
+    facts += [(f"{kind} experts", counted[kind], experts[kind]) for kind in EXPERT_OPS.values()]
+    for what, expected, actual in facts:
+        if expected != actual:
+            raise Refused(f"{file} {what}", expected=f"{expected} ({MANIFEST_FILE})", found=actual, remedy=RE_EXPORT)
+    return ", ".join(f"{count:,} {what}" for what, count, _ in facts if count)
+
+
+def _experts(model: onnx.ModelProto, node: onnx.NodeProto, shapes: dict[str, Any]) -> int:
+    """First dimension of the weights, which may pass a Cast on the way."""
+    name = node.input[2]
+    made = next((other.input[0] for other in model.graph.node if name in other.output), name)
+    return int(shapes[made][0])
+
+
 def _data(package: Package, initializers: Sequence[Initializer]) -> str:
     """Every range has its type's and shape's length, none overlaps another in part, and no byte we wrote is left."""
     for each in initializers:
@@ -246,7 +304,7 @@ def _data(package: Package, initializers: Sequence[Initializer]) -> str:
     for (file, offset, length), (other, start, _) in itertools.pairwise(places):
         if file == other and start < offset + length:
             raise Refused(f"{file} bytes from {start}", expected="one use", found="two that overlap", remedy=RE_EXPORT)
-    for file in WRITTEN_FILES:
+    for file in WRITTEN_FILES:  # covered to the byte; a linked shard also holds what no graph uses
         if (package.folder / file).is_file():
             _covered(package, file, [(offset, length) for name, offset, length in places if name == file])
     files = {file for file, _, _ in places}
@@ -270,20 +328,44 @@ def _covered(package: Package, file: str, ranges: Sequence[tuple[int, int]]) -> 
 
 def _shared(config: dict[str, Any], protos: dict[str, onnx.ModelProto]) -> str:
     """What genai_config.json lists as shared lies at one place for both graphs, and at that one."""
-    model = config["model"]
     target, head = ({each.name: each for each in external(protos[name])} for name in ("target", "mtp"))
+    counts = []
     for section in ("decoder", "mtp"):
-        for entry in model[section].get("shared_initializers", []):
-            name = entry["name"]
-            due = (entry["data_file"], int(entry["offset"]), int(entry["length"]), tuple(entry["shape"]))
+        key = f"{CONFIG_FILE} model.{section}.shared_initializers"
+        entries = _of_type(key, config["model"][section].get("shared_initializers", []), list)
+        counts.append(len(entries))
+        for index, entry in enumerate(entries):
+            name, due = _entry(f"{key}[{index}]", entry)
             for graph in (target, head):
                 each = graph.get(name)
                 found = (each.file, each.offset, each.length, each.shape) if each else None
                 if found != due:
-                    raise Refused(
-                        f"{CONFIG_FILE} {section} shared_initializers {name}",
-                        expected=found,
-                        found=due,
-                        remedy=RE_EXPORT,
-                    )
-    return f"{len(model['mtp'].get('shared_initializers', []))} in one place for both graphs"
+                    raise Refused(f"{key}[{index}] {name}", expected=found, found=due, remedy=RE_EXPORT)
+    return f"{counts[-1]} in one place for both graphs"
+
+
+def _entry(place: str, entry: Any) -> tuple[str, tuple[str, int, int, tuple[int, ...]]]:
+    """Name; file, offset and length in bytes, and shape. Raises Refused for what is missing or of another type."""
+    fields = _of_type(place, entry, dict)
+    name = _of_type(f"{place} name", fields.get("name"), str)
+    file = _of_type(f"{place} data_file", fields.get("data_file"), str)
+    offset, length = (_bytes(f"{place} {name} {key}", fields.get(key)) for key in ("offset", "length"))
+    shape = _of_type(f"{place} {name} shape", fields.get("shape"), list)
+    return name, (file, offset, length, tuple(_of_type(f"{place} {name} shape", size, int) for size in shape))
+
+
+JSON_TYPES = {list: "a list", dict: "an object", str: "text", int: "an integer"}
+
+
+def _of_type(subject: str, value: Any, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise Refused(subject, expected=JSON_TYPES[kind], found=value, remedy=RE_EXPORT)
+    return value
+
+
+def _bytes(subject: str, value: Any) -> int:
+    """onnxruntime-genai writes numbers of bytes as text."""
+    text = str(value) if type(value) in (int, str) else ""
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise Refused(subject, expected="a number of bytes", found=value, remedy=RE_EXPORT)
+    return int(text)

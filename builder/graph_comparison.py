@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import onnx
 
 from builder import digests, structure
 from builder.changes import Changes, between
-from builder.errors import Refused
 from builder.structure import Renaming, StructureDiff, Unlike
 
 COMPARED_FIELDS = ("node", "initializer", "input", "output", "value_info")
@@ -49,44 +47,6 @@ class GraphDiff:
         parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "first"}
         first = dict(zip("ab", self.first, strict=True))
         return {**{name: part.to_json() for name, part in parts.items()}, "first": first}
-
-
-def load(path: Path) -> onnx.ModelProto:
-    """Raises Refused for what is no model, or has data outside the file anywhere but in its initializers; OSError."""
-    try:
-        model = onnx.load(path, load_external_data=False)
-        if not model.HasField("graph"):
-            raise ValueError("a file without a graph")
-    except OSError:
-        raise
-    except Exception as error:  # protobuf raises its own, undocumented, types
-        raise Refused(path, expected="an ONNX model", found=error, remedy="export the package again") from None
-    for tensor in _nested_tensors(model):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            raise Refused(
-                f"{path} tensor {tensor.name or 'without a name'}",
-                expected="external data of the graph's initializers only",
-                found="external data inside a node, a function or a sparse tensor",
-                remedy="store it in the graph file",
-            )
-    return model
-
-
-def _nested_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor but the graph's initializers."""
-    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
-    yield from _sparse(model.graph.sparse_initializer)
-    while nodes:
-        for entry in nodes.pop().attribute:
-            yield from (entry.t, *entry.tensors, *_sparse([entry.sparse_tensor, *entry.sparse_tensors]))
-            for graph in (entry.g, *entry.graphs):
-                yield from (*graph.initializer, *_sparse(graph.sparse_initializer))
-                nodes += graph.node
-
-
-def _sparse(tensors: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.TensorProto]:
-    for tensor in tensors:
-        yield from (tensor.values, tensor.indices)
 
 
 def compare(a: onnx.ModelProto, b: onnx.ModelProto) -> GraphDiff:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from builder import paths
 from builder.errors import MachineError, Refused, one_line
 from builder.tokens import TEXT_FILES
 
@@ -20,13 +21,13 @@ def checkpoint_folder(src: str | Path, revision: str | None = None, *, quiet: bo
     revision: a branch, tag or commit of the Hub. quiet: without huggingface_hub's own bars. Raises Refused for what is
     neither folder nor a repository that can be had, MachineError without a network.
     """
-    if Path(src).exists():
+    if paths.exists(Path(src)):
         if revision is not None:
             raise Refused(
                 "--revision", expected="a Hub id", found=f"the folder {src}", remedy="leave --revision out for a folder"
             )
         return Path(src)
-    mistyped = Path(src).parent.exists()  # owner/name where a folder owner is here
+    mistyped = paths.exists(Path(src).parent)  # owner/name where a folder owner is here
     if mistyped or not HUB_ID.fullmatch(str(src)):
         raise Refused(
             src,

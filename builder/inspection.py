@@ -15,11 +15,12 @@ from builder.checkpoint import Checkpoint, TensorRef, reading
 from builder.contract import TensorSpec
 from builder.errors import MachineError, one_line
 from builder.manifest import BUILD_FILE, MANIFEST_FILE
-from builder.package import CARD_FILE, DATA_FILE
+from builder.package import CARD_FILE
 from builder.progress import Progress, silent
 from builder.reader import GraphFile, Package
 from builder.source import Source, read_source
 from builder.tokens import TEXT_FILES, TokenIds, read_token_ids
+from builder.weights import DATA_FILE
 
 NEVER_LOADED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py", ".gguf")
 """Endings of files that could run code or hold other weights: named where they lie beside a checkpoint's shards."""
@@ -65,6 +66,8 @@ def _described(checkpoint: Checkpoint, progress: Progress) -> dict[str, Any]:
         "kind": "checkpoint",
         "model_type": config.model_type,
         "layers": config.layer_counts,
+        "parameters": source.parameters,
+        "experts": config.moe.model_dump() if config.moe else None,
         "mtp": source.mtp is not None,
         "tensors": len(checkpoint),
         "skipped_tensors": source.skipped_counts,
@@ -107,11 +110,11 @@ def _modules(source: Source, values: findings.Values) -> list[dict[str, Any]]:
 
 
 def role(module: str) -> str:
-    """What a module is for: "mlp.gate_proj", "mtp.fc", "lm_head"; layers of one kind share it."""
+    """What a module is for: "mlp.gate_proj", "mlp.experts.up_proj", "mtp.fc"; layers and experts share it."""
     head = "mtp." if module.startswith("mtp.") else ""
     parts = module.split(".")
     after_layer = parts[parts.index("layers") + 2 :] if "layers" in parts else parts[-1:]
-    return head + ".".join(after_layer)
+    return head + ".".join(part for part in after_layer if not part.isdigit())
 
 
 def _others(checkpoint: Checkpoint, source: Source) -> list[TensorRef]:

@@ -80,6 +80,7 @@ class Manifest(_Strict):
     producer: dict[str, str]
     source: dict[str, Any]
     options: dict[str, Any]
+    census: dict[str, Any]
     files: dict[str, File]
     graphs: dict[str, GraphRecord]
     initializers: dict[str, dict[str, Initializer]]

@@ -20,17 +20,18 @@ import onnx_ir as ir
 
 from builder import digests, files, manifest, overlays, reader, staging
 from builder.checkpoint import Checkpoint
+from builder.checks import Check
 from builder.errors import MachineError, Refused
 from builder.genai_config import MTP_FILE, TARGET_FILE
 from builder.graph import Graph
+from builder.graph_checks import check_graphs
 from builder.linking import Brought, bring
 from builder.progress import Progress
 from builder.provenance import FileRecord, build_record, document
 from builder.tokens import TEXT_FILES
-from builder.weights import Placement, Stored, Weight, check_in_place, place
+from builder.weights import DATA_FILE, TRANSFORMED_FILE, Placement, Stored, Weight, check_in_place, place
 
 FILES = {"target": TARGET_FILE, "mtp": MTP_FILE}
-DATA_FILE, TRANSFORMED_FILE = "weights.data", "transformed.data"
 CONFIG_FILE = reader.CONFIG_FILE
 CARD_FILE = "README.md"
 MAX_TEXT_FILE_BYTES = 1 << 24
@@ -44,15 +45,16 @@ class Recipe:
     """What write() makes a package of.
 
     graphs: "target" and perhaps "mtp". describe: shared initializers to genai_config.json's content. card: the manifest
-    to README.md's text. options: what shaped the package, for the manifest. weights: "auto", "link" or "copy". hash:
-    read linked shards for their digest and check all their values.
+    to README.md's text. options: what shaped the package, census: what it counts, both for the manifest. weights:
+    "auto", "link" or "copy". hash: read linked shards for their digest and check all their values.
     """
 
     graphs: Mapping[str, Graph]
     describe: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    card: Callable[[Mapping[str, Any]], str]
+    card: Callable[[Mapping[str, Any], Sequence[Check]], str]
     overlays: Mapping[str, Mapping[str, Any]]
     options: Mapping[str, Any]
+    census: Mapping[str, Any]
     weights: str
     hash: bool
 
@@ -84,6 +86,7 @@ class Draft:
     records: dict[str, FileRecord] = field(default_factory=dict)
     shards: dict[str, Brought] = field(default_factory=dict)
     places: dict[object, Placement] = field(default_factory=dict)
+    why_copied: str | None = None
     warnings: list[str] = field(default_factory=list)
 
     def write(self, name: str, data: bytes) -> None:
@@ -99,21 +102,28 @@ def refuse_existing(out: Path, force: bool) -> None:
     Only an empty folder or a package is ever replaced: --force on a mistyped path must not delete anything else.
     """
     try:
+        str(out).encode("utf-8")
         out.lstat()
     except FileNotFoundError:
         return
+    except UnicodeEncodeError:  # ONNX Runtime would refuse to load from there
+        raise Refused(ascii(str(out)), expected="a name in UTF-8", found="other bytes", remedy="choose one") from None
     except OSError as error:
         raise Refused(out, expected="a usable path", found=error.strerror, remedy="choose another name") from None
-    if force and out.is_dir() and not out.is_symlink() and _is_package_or_empty(out):
+    if force and out.is_dir() and not out.is_symlink() and replaceable(out):
         return
     remedy = "choose another name" if force else "pass --force to replace a package, or choose another name"
     found = "something that is not a package" if force else "something there already"
     raise Refused(out, expected="a new folder", found=found, remedy=remedy)
 
 
-def _is_package_or_empty(folder: Path) -> bool:
-    names = {path.name for path in folder.iterdir()}
-    return not names or {CONFIG_FILE, TARGET_FILE} <= names
+def replaceable(folder: Path) -> bool:
+    """An empty folder or a package."""
+    return is_package(folder) or not any(folder.iterdir())
+
+
+def is_package(folder: Path) -> bool:
+    return {CONFIG_FILE, TARGET_FILE} <= {path.name for path in folder.iterdir()}
 
 
 def refuse_source(checkpoint: Checkpoint, out: Path) -> None:
@@ -137,20 +147,35 @@ def write(out: Path, checkpoint: Checkpoint, recipe: Recipe, *, force: bool, pro
         draft = Draft(folder)
         _require_room(checkpoint, recipe, folder)
         _bring_weights(draft, checkpoint, recipe, progress)
+        checkpoint.refuse_changed()
         for name, graph in recipe.graphs.items():
             proto = ir.to_proto(graph.to_model(draft.places))
             draft.write(FILES[name], proto.SerializeToString(deterministic=True))
         _copy_text_files(draft, checkpoint)
         shared = _shared_initializers(recipe.graphs, draft.places)
-        draft.write_json(CONFIG_FILE, recipe.describe(shared))
+        config = recipe.describe(shared)
+        draft.write_json(CONFIG_FILE, config)
         _write_overlays(draft, recipe.overlays)
-        _write_manifest(draft, checkpoint, recipe)
+        checks = list(check_graphs(reader.read(folder), config, None))
+        if wrong := [check for check in checks if not check.ok]:
+            raise AssertionError(f"{wrong[0].name}: {wrong[0].detail}")
+        _write_manifest(draft, checkpoint, recipe, checks)
         reader.read(folder)
         for path in (folder / overlays.FOLDER, folder):
             files.sync(path)
-        refuse_existing(out, force)
-        draft.warnings += filter(None, [staging.publish(folder, out)])
+        draft.warnings += _publish(folder, out, force)
     return _written(draft, shared)
+
+
+def _publish(folder: Path, out: Path, force: bool) -> list[str]:
+    try:
+        word = staging.publish(folder, out, replaceable if force else None)
+    except FileExistsError:
+        refuse_existing(out, force)
+        raise Refused(
+            out, expected="a new folder", found="something that appeared meanwhile", remedy="choose another name"
+        ) from None
+    return [word] if word else []
 
 
 def _written(draft: Draft, shared: list[dict[str, Any]]) -> Written:
@@ -198,6 +223,10 @@ def _require_room(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> None:
     weights = [weight for weight in recipe.distinct if not (linked and isinstance(weight, Stored))]
     texts = [checkpoint.folder / name for name in TEXT_FILES]
     needed = SPARE_BYTES + sum(weight.nbytes for weight in weights)
+    if recipe.weights == "link":  # a shard of another file system is copied whole
+        device = folder.stat().st_dev
+        sizes = (path.stat() for path in _shards(recipe.distinct))
+        needed += sum(stat.st_size for stat in sizes if stat.st_dev != device)
     needed += sum(path.stat().st_size for path in texts if path.is_file())
     _refuse_full(folder, needed)
 
@@ -212,7 +241,10 @@ def _refuse_full(folder: Path, needed: int) -> None:
 
 def _bring_weights(draft: Draft, checkpoint: Checkpoint, recipe: Recipe, progress: Progress) -> None:
     """Links what can stay as it is, and streams the rest into one data file."""
-    weights, linked = recipe.distinct, _may_link(recipe, draft.folder) and _bring_shards(draft, recipe, progress)
+    weights, linked = recipe.distinct, _may_link(recipe, draft.folder)
+    if not linked:
+        draft.why_copied = "asked for" if recipe.weights == "copy" else "the checkpoint is on another file system"
+    linked = linked and _bring_shards(draft, recipe, progress)
     if linked:
         in_place = _stored(weights)
         draft.places |= {weight.key: weight.in_place for weight in in_place}
@@ -220,6 +252,8 @@ def _bring_weights(draft: Draft, checkpoint: Checkpoint, recipe: Recipe, progres
         # What float16 cannot hold is a matter of this export; the rest of 22 GB is read when somebody asks for it.
         judged = in_place if recipe.hash else [weight for weight in in_place if weight.key in recipe.narrowed]
         draft.warnings += check_in_place(_reported(judged, "checking linked weights", progress), recipe.narrowed)
+    if draft.why_copied and recipe.weights != "copy":
+        draft.warnings.append(f"weights were copied: {draft.why_copied}")
     name = TRANSFORMED_FILE if linked else DATA_FILE
     with files.NewFile(draft.folder / name, digests.XXH3) as file:
         placed = place(_reported(weights, "writing weights", progress), file, name, recipe.narrowed)
@@ -236,7 +270,7 @@ def _bring_shards(draft: Draft, recipe: Recipe, progress: Progress) -> bool:
             _refuse_full_for_copy(path, draft.folder)
         shard = bring(path, target, progress, may_copy=recipe.weights == "link")
         if shard is None:
-            draft.warnings.append(f"{path.name} cannot be linked here: weights were copied")
+            draft.why_copied = f"{path.name} cannot be linked here"
             for name in draft.shards:
                 (draft.folder / name).unlink()
             draft.shards.clear()
@@ -333,16 +367,17 @@ def _write_overlays(draft: Draft, contents: Mapping[str, Mapping[str, Any]]) -> 
         draft.write_json(f"{overlays.FOLDER}/{name}.json", content)
 
 
-def _write_manifest(draft: Draft, checkpoint: Checkpoint, recipe: Recipe) -> None:
+def _write_manifest(draft: Draft, checkpoint: Checkpoint, recipe: Recipe, checks: Sequence[Check]) -> None:
     """The card is one of the manifest's files and is made of the rest of it, so it comes first."""
 
     def made() -> dict[str, Any]:
-        return document(checkpoint, recipe.options, recipe.graphs, draft.places, draft.records, FILES)
+        return document(checkpoint, recipe.options, recipe.census, recipe.graphs, draft.places, draft.records, FILES)
 
-    draft.write(CARD_FILE, recipe.card(made()).encode("utf-8"))
+    draft.write(CARD_FILE, recipe.card(made(), checks).encode("utf-8"))
     encoded = manifest.encode(made())
     files.write(draft.folder / manifest.MANIFEST_FILE, encoded)
     shards = {name: {"how": shard.how, "why_not_better": shard.reason} for name, shard in draft.shards.items()}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    record = build_record(encoded, checkpoint, shards, created)
+    layout = {"linked": draft.why_copied is None, "why_not": draft.why_copied}
+    record = build_record(encoded, checkpoint, {"weights": layout, "shards": shards}, created)
     files.write(draft.folder / manifest.BUILD_FILE, manifest.encode(record))

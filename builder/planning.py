@@ -22,10 +22,14 @@ HALF_BYTES, FLOAT_BYTES = 2, 4
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by where they come from, MatMuls and layers by kind, and memory in bytes on a GPU."""
+    """Bytes by where they come from, MatMuls, experts and layers by kind, and memory in bytes on a GPU.
+
+    parameters: all of the target's, and those that one token passes.
+    """
 
     source: str
     graphs: dict[str, GraphReport | None]
+    parameters: dict[str, int]
     weights: dict[str, int]
     memory: dict[str, int]
     skipped_tensors: dict[str, int]
@@ -50,6 +54,7 @@ def plan(src: str | Path, options: ExportOptions | None = None, batch_size: int 
     return Plan(
         source=str(src),
         graphs=graph_reports(graphs, source),
+        parameters=source.parameters,
         weights=weights,
         memory=memory_bytes(source.config, options, weights, limits.context_length, batch_size, "mtp" in graphs),
         skipped_tensors=source.skipped_counts,

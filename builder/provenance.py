@@ -33,12 +33,15 @@ class FileRecord:
 def document(
     checkpoint: Checkpoint,
     options: Mapping[str, Any],
+    census: Mapping[str, Any],
     graphs: Mapping[str, Graph],
     places: Mapping[object, Placement],
     files: Mapping[str, FileRecord],
     names: Mapping[str, str],
 ) -> dict[str, Any]:
-    """options: what shaped the package, resolved. files: every other file by name. names: graph to file name."""
+    """options: what shaped the package, resolved. census: parameters, and modules of each graph by kind. files: every
+    other file by name. names: graph to file name.
+    """
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -46,6 +49,7 @@ def document(
         "producer": {"draftsmith": __version__, **_versions()},
         "source": source(checkpoint),
         "options": dict(options),
+        "census": dict(census),
         "files": {name: asdict(files[name]) for name in sorted(files)},
         "graphs": {names[name]: _graph(graph, files[names[name]]) for name, graph in graphs.items()},
         "initializers": {names[name]: _initializers(graph.weights, places) for name, graph in graphs.items()},
@@ -108,13 +112,13 @@ def _initializers(weights: Mapping[str, Weight], places: Mapping[object, Placeme
     }
 
 
-def build_record(manifest: bytes, checkpoint: Checkpoint, shards: Mapping[str, Any], created: str) -> dict[str, Any]:
-    """What differs between two runs. shards: how each came into the package; created: ISO 8601, UTC."""
+def build_record(manifest: bytes, checkpoint: Checkpoint, brought: Mapping[str, Any], created: str) -> dict[str, Any]:
+    """What differs between two runs. brought: how weights came into the package; created: ISO 8601, UTC."""
     return {
         "manifest": digests.of_bytes(manifest),
         "created": created,
         "source": str(checkpoint.folder.resolve()),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "shards": dict(shards),
+        **brought,
     }

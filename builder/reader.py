@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 
-from builder import contract, manifest, overlays
+from builder import contract, graph_file, manifest, overlays, paths
+from builder.checkpoint import read_json_object
 from builder.contract import IoSpec, TensorSpec
 from builder.errors import MachineError, Refused
 
 CONFIG_FILE = "genai_config.json"
 RE_EXPORT = "export the package again"
+MAX_DIGITS = 19
+"""Of an offset or a length in bytes: more do not fit what ONNX Runtime reads them into."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class GraphFile:
 
 @dataclass(frozen=True)
 class Package:
-    """What a runtime needs to know. Layer ids are the model's; capacity is tokens of captured state per request."""
+    """What a runtime needs to know. Layer ids are the model's; capacity is tokens of captured state per request;
+    overlay is the one that was laid over the configuration.
+    """
 
     folder: Path
     target: GraphFile
@@ -54,6 +60,7 @@ class Package:
     max_batch_size: int
     max_draft_tokens: int
     eos_token_ids: tuple[int, ...]
+    overlay: str | None = None
 
 
 def read(folder: str | Path, overlay: str | None = None) -> Package:
@@ -61,13 +68,27 @@ def read(folder: str | Path, overlay: str | None = None) -> Package:
 
     Raises Refused where a file is missing or the package contradicts itself, MachineError where it is unreadable."""
     folder = Path(folder)
+    if overlay is None:
+        return _read(folder)
+    config(folder)
     try:
-        config = _config(folder)
-        if overlay is not None:
-            config = overlays.merged(config, overlays.read(folder, overlay))
+        change = overlays.read(folder, overlay)
+    except OSError as error:
+        raise MachineError(f"{error.filename or folder}: {error.strerror or error}; it cannot be read") from error
+    try:
+        return replace(_read(folder, change), overlay=overlay)
+    except Refused as refusal:
+        _read(folder)  # what is wrong without the overlay is not its fault
+        raise refusal.within(f"with --overlay {overlay}:") from None
+
+
+def _read(folder: Path, change: Mapping[str, Any] | None = None) -> Package:
+    """change: an overlay's content."""
+    try:
+        found = overlays.merged(config(folder), change or {})
         manifest.read(folder)  # refuses a contract this version does not know
-        package = _package(folder, config)
-        _check_names(config, package)
+        package = _package(folder, found)
+        _check_names(found, package)
         _check_consistent(package)
         for graph in filter(None, (package.target, package.mtp)):
             _check_data(graph)
@@ -83,17 +104,17 @@ def read(folder: str | Path, overlay: str | None = None) -> Package:
     return package
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def config(folder: Path) -> dict[str, Any]:
+    """genai_config.json. Raises Refused where it is none, MachineError where it is unreadable."""
     path = folder / CONFIG_FILE
-    if not path.is_file():
+    if not paths.is_file(path):
         raise Refused(folder, expected=f"a package folder with {CONFIG_FILE}", found="none", remedy="check the path")
     try:
-        document = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise Refused(path, expected="JSON in UTF-8", found=error, remedy=RE_EXPORT) from None
-    if not isinstance(document, dict):
-        raise Refused(path, expected="a JSON object", found=type(document).__name__, remedy=RE_EXPORT)
-    return document
+        return read_json_object(path)
+    except Refused as refusal:
+        raise Refused(path, expected=refusal.expected, found=refusal.found, remedy=RE_EXPORT) from None
+    except OSError as error:
+        raise MachineError(f"{path}: {error.strerror or error}; it cannot be read") from error
 
 
 def _package(folder: Path, config: dict[str, Any]) -> Package:
@@ -105,27 +126,28 @@ def _package(folder: Path, config: dict[str, Any]) -> Package:
     recurrent = groups.get("fixed_recurrent", {})
     batching = config["engine"]["dynamic_batching"]
     eos = model.get("eos_token_id", [])
-    vocab_size = _integer("vocab_size", model["vocab_size"], 1)
+    vocab_size = integer("vocab_size", model["vocab_size"], 1)
     return Package(
         folder=folder,
         target=_graph_file(folder, decoder["filename"]),
         mtp=_graph_file(folder, mtp["filename"]) if mtp else None,
         full_layers=_layers("paged_kv", groups.get("paged_kv", {}).get("layer_ids", [])),
         linear_layers=_layers("fixed_recurrent", recurrent.get("layer_ids", [])),
-        linear_num_key_heads=_integer("key_head_count", recurrent.get("state_update", {}).get("key_head_count", 0)),
-        capacity=_integer("state_update_capacity", decoder["state_update_capacity"]),
+        linear_num_key_heads=integer("key_head_count", recurrent.get("state_update", {}).get("key_head_count", 0)),
+        capacity=integer("state_update_capacity", decoder["state_update_capacity"]),
         vocab_size=vocab_size,
-        context_length=_integer("context_length", model["context_length"], 1),
-        block_size=_integer("block_size", batching["block_size"], 1),
-        max_batch_size=_integer("max_batch_size", batching["max_batch_size"], 1),
-        max_draft_tokens=_integer("max_draft_tokens", config.get("speculative", {}).get("max_draft_tokens", 0)),
+        context_length=integer("context_length", model["context_length"], 1),
+        block_size=integer("block_size", batching["block_size"], 1),
+        max_batch_size=integer("max_batch_size", batching["max_batch_size"], 1),
+        max_draft_tokens=integer("max_draft_tokens", config.get("speculative", {}).get("max_draft_tokens", 0)),
         eos_token_ids=tuple(
-            _integer("eos_token_id", token, 0, vocab_size) for token in (eos if isinstance(eos, list) else [eos])
+            integer("eos_token_id", token, 0, vocab_size) for token in (eos if isinstance(eos, list) else [eos])
         ),
     )
 
 
-def _integer(key: str, value: Any, least: int = 0, below: int = 1 << 31) -> int:
+def integer(key: str, value: Any, least: int = 0, below: int = 1 << 31) -> int:
+    """`value` of genai_config.json's `key`. Raises Refused for anything but an integer in its range."""
     if type(value) is not int or not least <= value < below:
         raise Refused(
             f"{CONFIG_FILE} {key}", expected=f"an integer from {least} to {below - 1}", found=value, remedy=RE_EXPORT
@@ -134,7 +156,7 @@ def _integer(key: str, value: Any, least: int = 0, below: int = 1 << 31) -> int:
 
 
 def _layers(kind: str, ids: Any) -> tuple[int, ...]:
-    layers = tuple(_integer(f"{kind} layer_ids", layer) for layer in ids)
+    layers = tuple(integer(f"{kind} layer_ids", layer) for layer in ids)
     if len(set(layers)) < len(layers):
         raise Refused(f"{CONFIG_FILE} {kind} layer_ids", expected="distinct ids", found=layers, remedy=RE_EXPORT)
     return layers
@@ -142,25 +164,37 @@ def _layers(kind: str, ids: Any) -> tuple[int, ...]:
 
 def _graph_file(folder: Path, name: str) -> GraphFile:
     path = folder / name
-    if Path(name).name != name or not path.is_file():
+    if Path(name).name != name or not paths.is_file(path):
         raise Refused(path, expected="a graph file inside the package", found="none", remedy=RE_EXPORT)
-    try:
-        graph = onnx.load(path, load_external_data=False).graph
-    except OSError:
-        raise
-    except Exception as error:  # protobuf raises its own, undocumented, types
-        raise Refused(path, expected="an ONNX model", found=error, remedy=RE_EXPORT) from None
-    external = [tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    graph = graph_file.load(path).graph
+    data = tuple(_data_range(path, tensor) for tensor in graph.initializer if _is_external(tensor))
     return GraphFile(
         path,
-        IoSpec(tuple(map(_spec, graph.input)), tuple(map(_spec, graph.output))),
-        tuple(map(_data_range, external)),
-        next((tensor.dims[0] for tensor in external if tensor.name == contract.ROTARY_TABLE), 0),
+        IoSpec(_specs(path, "input", graph.input), _specs(path, "output", graph.output)),
+        data,
+        next((tensor.dims[0] for tensor in graph.initializer if _is_external(tensor) and _is_table(tensor)), 0),
     )
 
 
-def _data_range(tensor: onnx.TensorProto) -> DataRange:
+def _is_external(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_location == onnx.TensorProto.EXTERNAL
+
+
+def _is_table(tensor: onnx.TensorProto) -> bool:
+    return tensor.name == contract.ROTARY_TABLE and len(tensor.dims) > 0
+
+
+def _data_range(path: Path, tensor: onnx.TensorProto) -> DataRange:
+    subject = f"{path} initializer {tensor.name}"
+    known = set(ir.DataType) - {ir.DataType.UNDEFINED, ir.DataType.STRING}
+    if tensor.data_type not in known:
+        raise Refused(f"{subject} data_type", expected="numbers", found=tensor.data_type, remedy=RE_EXPORT)
     place = {entry.key: entry.value for entry in tensor.external_data}
+    if not place.get("location"):
+        raise Refused(f"{subject} location", expected="a file of the package", found="none", remedy=RE_EXPORT)
+    for key, text in (("offset", place.get("offset", "0")), ("length", place.get("length", "none"))):
+        if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+            raise Refused(f"{subject} {key}", expected="a number of bytes", found=text, remedy=RE_EXPORT)
     length = int(place["length"])
     return DataRange(tensor.name, place["location"], int(place.get("offset", 0)) + length, length)
 
@@ -178,14 +212,38 @@ def _check_data(graph: GraphFile) -> None:
 
 def _size(folder: Path, name: str) -> int:
     path = folder / name
-    return path.stat().st_size if Path(name).name == name and path.is_file() else -1
+    return path.stat().st_size if Path(name).name == name and paths.is_file(path) else -1
 
 
-def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
-    tensor = value.type.tensor_type
-    element = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
-    shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
-    return TensorSpec(value.name, {"float": "float32"}.get(element, element), shape)
+def _specs(path: Path, side: str, values: Iterable[onnx.ValueInfoProto]) -> tuple[TensorSpec, ...]:
+    found = []
+    for value in values:
+        tensor = value.type.tensor_type
+        if tensor.elem_type not in onnx.TensorProto.DataType.values() or not tensor.elem_type:
+            raise Refused(
+                f"{path} {side} {value.name}", expected="a tensor", found=f"type {tensor.elem_type}", remedy=RE_EXPORT
+            )
+        element = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+        shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+        found.append(TensorSpec(value.name, {"float": "float32"}.get(element, element), shape))
+    return tuple(found)
+
+
+def sizes(graph: GraphFile, name: str, rank: int, first: int = 1, *, output: bool = False) -> tuple[int, ...]:
+    """Of the input or output `name`, the dimensions from `first` on, which are numbers. Raises Refused where they are
+    not, where the graph has no such tensor, or where it has more or fewer than `rank` dimensions.
+    """
+    side, specs = ("output", graph.io.outputs) if output else ("input", graph.io.inputs)
+    spec = next((spec for spec in specs if spec.name == name), None)
+    fixed = [dim for dim in spec.shape[first:] if isinstance(dim, int) and dim > 0] if spec else []
+    if spec is None or len(spec.shape) != rank or len(fixed) != rank - first:
+        raise Refused(
+            f"{graph.path} {side} {name}",
+            expected=f"{rank} dimensions, numbers from number {first} on",
+            found=f"[{', '.join(map(str, spec.shape))}]" if spec else "no such tensor",
+            remedy=RE_EXPORT,
+        )
+    return tuple(fixed)
 
 
 def _check_names(config: dict[str, Any], package: Package) -> None:
@@ -222,19 +280,19 @@ def _check_graph(
 
 def _check_consistent(package: Package) -> None:
     """What the configuration promises and what head and target share is what the graphs have."""
-    target = package.target.io
-    hidden = target.output(contract.HIDDEN_STATES).shape[1]
-    facts: list[tuple[str, int | str, GraphFile, int | str]] = [
-        ("vocab_size", package.vocab_size, package.target, target.output(contract.LOGITS).shape[1])
-    ]
-    if package.mtp:
-        head = package.mtp.io
+    target, head = package.target, package.mtp
+    (hidden,) = sizes(target, contract.HIDDEN_STATES, 2, output=True)
+    facts = [("vocab_size", package.vocab_size, target, sizes(target, contract.LOGITS, 2, output=True)[0])]
+    if head:
         facts += [
-            ("vocab_size", package.vocab_size, package.mtp, head.output(contract.LOGITS).shape[1]),
-            ("hidden_states", hidden, package.mtp, head.input(contract.HIDDEN_STATES).shape[1]),
+            ("vocab_size", package.vocab_size, head, sizes(head, contract.LOGITS, 2, output=True)[0]),
+            ("hidden_states", hidden, head, sizes(head, contract.HIDDEN_STATES, 2)[0]),
         ]
-    if package.capacity and package.linear_layers:
+    if package.linear_layers:
+        sizes(target, contract.PAST_CONV.format(package.linear_layers[0]), 3)
         facts += _capture_facts(package)
+    if package.full_layers:
+        sizes(target, contract.PAST_KEY.format(package.full_layers[0]), 4, 2)
     for graph in filter(None, (package.target, package.mtp)):
         if graph.positions and package.context_length > graph.positions:
             raise Refused(
@@ -255,14 +313,16 @@ def _check_consistent(package: Package) -> None:
         )
 
 
-def _capture_facts(package: Package) -> list[tuple[str, int | str, GraphFile, int | str]]:
+def _capture_facts(package: Package) -> list[tuple[str, int, GraphFile, int]]:
     """Capacity and key heads, as the shapes of the captured updates tell them."""
-    io, layer = package.target.io, package.linear_layers[0]
-    heads, value_dim, key_dim = map(int, io.input(contract.PAST_RECURRENT.format(layer)).shape[1:])
+    graph, layer = package.target, package.linear_layers[0]
+    heads, value_dim, key_dim = sizes(graph, contract.PAST_RECURRENT.format(layer), 4)
+    if not package.capacity:
+        return []
     width = heads + package.linear_num_key_heads * key_dim + heads * value_dim
-    captured = io.output(contract.CONV_UPDATE.format(layer)).shape[1]
-    capsule = io.output(contract.RECURRENT_UPDATE.format(layer)).shape[1]
+    captured, _ = sizes(graph, contract.CONV_UPDATE.format(layer), 3, output=True)
+    (capsule,) = sizes(graph, contract.RECURRENT_UPDATE.format(layer), 2, output=True)
     return [
-        ("state_update_capacity", package.capacity, package.target, captured),
-        ("width of a capsule (key_head_count)", package.capacity * width, package.target, capsule),
+        ("state_update_capacity", package.capacity, graph, captured),
+        ("width of a capsule (key_head_count)", package.capacity * width, graph, capsule),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,18 @@ class Source:
     linears: Mapping[str, QuantTensor]
     skipped: Mapping[str, list[str]]
     warnings: list[str]
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Weights of the target's linear modules and embedding: all of them, and those that one token passes."""
+        config = self.config
+        sizes = {
+            name: math.prod(linear.shape) for name, linear in self.linears.items() if not name.startswith(MTP_PREFIX)
+        }
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        total = sum(sizes.values()) + config.vocab_size * config.hidden_size
+        share = experts * config.moe.num_experts_per_tok // config.moe.num_experts if config.moe else 0
+        return {"total": total, "active": total - experts + share}
 
     @property
     def skipped_counts(self) -> dict[str, int]:
@@ -78,7 +91,8 @@ def _refuse_fused(tensors: ModuleTensors) -> None:
     """Rows of a fused projection lie by key head, by rank or by part, and its name does not tell which."""
     for module in tensors.by_module:
         parent, _, leaf = module.rpartition(".")
-        if leaf in FUSED and any(f"{parent}.{part}" not in tensors.by_module for part in FUSED[leaf]):
+        expert = parent.endswith(".experts")  # whose order of rows is known
+        if leaf in FUSED and not expert and any(f"{parent}.{part}" not in tensors.by_module for part in FUSED[leaf]):
             raise Refused(
                 f"tensor {module}.weight",
                 expected=f"{' and '.join(FUSED[leaf])}, a tensor each",
@@ -102,7 +116,7 @@ def _reason(name: str, without_mtp: bool) -> str:
         return "vision"
     if without_mtp and name.startswith(MTP_PREFIX):
         return "mtp"
-    if leaf in ACTIVATION_SCALES:
+    if leaf.endswith(ACTIVATION_SCALES):
         return "activation_scales"
     return "kv_scales" if leaf in KV_SCALES else UNCLAIMED
 
@@ -157,7 +171,7 @@ def _read_mtp(
         return None
     view = tensors.sub("mtp")
     if any(name.startswith(MTP_PREFIX) for name in checkpoint):
-        missing = [module for module in MtpHead.MODULES if not view.has(module)]
+        missing = [module for module in MtpHead.modules(config) if not view.has(module)]
         if missing:
             raise Refused(
                 f"{checkpoint.folder.name} MTP head",

@@ -29,8 +29,10 @@ except ImportError:  # pragma: no cover  # without it nothing tells who is alive
     fcntl = None  # type: ignore[assignment]
 
 AT_FDCWD = -100
-RENAME_EXCHANGE = 2
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 """Of renameat2(2). Source: include/uapi/linux/fs.h."""
+IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+Replaceable = Callable[[Path], bool]
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 MAX_LABEL = 100
 
@@ -54,18 +56,24 @@ def staging(out: Path) -> Iterator[Path]:
                     parent.rmdir()
 
 
-def publish(folder: Path, out: Path) -> str | None:
+def publish(folder: Path, out: Path, replaceable: Replaceable | None) -> str | None:
     """Gives `folder` the name `out`; what stood there is deleted once that is certain. Raises OSError, with the old
-    one in place. Returns a word for whoever asked where the swap could not be one step.
+    one in place, and FileExistsError where `replaceable` (None: nothing is) does not take what stands there in that
+    very moment. Returns a word for whoever asked where the swap could not be one step.
     """
-    if not out.exists():
-        folder.rename(out)
+    if replaceable is None or not out.exists():
+        _rename_new(folder, out)
         _sync_or_undo(out.parent, lambda: out.rename(folder))
         return None
     if _exchange(folder, out):
+        if not replaceable(folder):  # judged only now, when nobody can put anything else there
+            _exchange(folder, out)
+            raise _in_the_way(out)
         _sync_or_undo(out.parent, lambda: _exchange(folder, out))
         _remove(folder)
         return None
+    if not replaceable(out):
+        raise _in_the_way(out)
     _replace(folder, out)
     return (
         f"{out.parent} cannot swap two folders in one step: had this run been killed between two renames, the old "
@@ -73,16 +81,20 @@ def publish(folder: Path, out: Path) -> str | None:
     )
 
 
-def recover(out: Path) -> list[str]:
-    """Cleans up after killed runs and puts back a package that was set aside. Returns a line for each thing done."""
+def recover(out: Path, whole: Replaceable) -> list[str]:
+    """Cleans up after killed runs and puts back a package that was set aside. Returns a line for each thing done.
+
+    whole: whether a folder is a package; what is none is neither put back nor deleted for the name `.previous-NAME`.
+    """
     if fcntl is None or not out.parent.is_dir():
         return []
     done = []
     previous = _previous(out)
     with _claimed(previous) as claimed:
-        if claimed and out.exists():
+        if claimed and whole(previous) and out.exists():
             _discard(previous, out)
-        elif claimed:
+            done.append(f"{previous.name} was removed: a killed run had left it")
+        elif claimed and whole(previous):
             previous.rename(out)
             done.append(f"{out} was put back: a run was killed while it replaced it")
     pattern = re.compile(rf"\.partial-{re.escape(_label(out))}-[a-z0-9_]{{8}}")
@@ -112,7 +124,7 @@ def _locked_folder(out: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f".partial-{_label(out)}-", dir=out.parent))
         try:
-            folder.chmod(0o755)
+            folder.chmod(0o777 & ~_umask())
             lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
@@ -122,6 +134,13 @@ def _locked_folder(out: Path) -> tuple[Path, int]:
         if _lock(lock) and folder.is_dir():
             return folder, lock
         os.close(lock)
+
+
+def _umask() -> int:
+    """The only way to read it is to set it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _lock(descriptor: int) -> bool:
@@ -166,10 +185,28 @@ def _remove(folder: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swaps two names in one step; False where the system or the file system cannot. Raises OSError otherwise."""
+    return _renameat2(first, second, RENAME_EXCHANGE)
+
+
+def _rename_new(folder: Path, out: Path) -> None:
+    """A rename that replaces nothing, at most an empty folder where the system cannot refuse that one, too."""
+    if not _renameat2(folder, out, RENAME_NOREPLACE):
+        try:
+            folder.rename(out)
+        except OSError as error:
+            raise (_in_the_way(out) if error.errno in IN_THE_WAY else error) from None
+
+
+def _in_the_way(out: Path) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
+
+
+def _renameat2(first: Path, second: Path, flags: int) -> bool:
+    """False where the system or the file system does not know it. Raises OSError otherwise."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    if renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), ctypes.c_uint(RENAME_EXCHANGE)) == 0:
+    if renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), ctypes.c_uint(flags)) == 0:
         return True
     code = ctypes.get_errno()
     if code in UNSUPPORTED:

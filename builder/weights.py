@@ -23,6 +23,8 @@ from builder.values import ValueCheck
 LARGE_BYTES = 1 << 16
 """Tensors of this size and above start at a multiple of it, so that a runtime can map them into memory."""
 SMALL_ALIGNMENT = 256
+DATA_FILE, TRANSFORMED_FILE = "weights.data", "transformed.data"
+"""All weights of a copied package, and of a linked one those that are not the checkpoint's bytes."""
 CHUNK_BYTES = 1 << 24
 
 Array = NDArray[Any]

@@ -58,19 +58,21 @@ class Generation:
         return sum(len(request.token_ids) for request in self.requests)
 
 
-def read_asks(path: Path, max_new_tokens: int, draft_tokens: int, encode: Encode) -> list[Ask]:
-    """Reads JSON lines; a line's own limits win over the defaults. Raises Refused naming the line."""
+def read_asks(
+    path: Path, max_new_tokens: int, draft_tokens: int, encode: Encode, option: str = "--requests"
+) -> list[Ask]:
+    """Reads JSON lines; a line's own limits win over the defaults. Raises Refused naming the line, or the option."""
     try:
         lines = path.read_text("utf-8-sig").split("\n")  # splitlines() would also split inside a JSON string
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused(path, expected="JSON lines in UTF-8", found=str(error), remedy="check --requests") from None
+        raise Refused(path, expected="JSON lines in UTF-8", found=str(error), remedy=f"check {option}") from None
     asks = [
         _ask(f"{path} line {number}", line, max_new_tokens, draft_tokens, encode)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
     if not asks:
-        raise Refused(path, expected="at least one request", found="none", remedy="check --requests")
+        raise Refused(path, expected="at least one request", found="none", remedy=f"check {option}")
     return asks
 
 

@@ -36,11 +36,14 @@ def draft_limit(package: Package, asked: int | None) -> int:
     if asked is None:
         return limit
     if not 0 <= asked <= limit:
+        more = (
+            f"leave --overlay {package.overlay} out" if package.overlay else "export with a larger --max-draft-tokens"
+        )
         raise Refused(
             "--draft-tokens",
             expected=f"0 to {limit}, the package's limit",
             found=asked,
-            remedy="ask for fewer, or export with a larger --max-draft-tokens",
+            remedy=f"ask for fewer, or {more}",
         )
     return asked
 

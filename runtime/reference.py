@@ -3,7 +3,8 @@
 Two layouts are known. One prompt: `input_ids` [1, T] with `logits` [1, T, vocab], and where they are there
 `last_hidden_state` [1, T, hidden], `mtp_logits`, `mtp_draft_tokens` [K] and `mtp_draft_logits` [K, vocab]. Many
 prompts: `prompt_I` [T] with `greedy_I` [N], the greedy continuation, and `margin_I` [N], the reference's own lead of
-each token's logit over the next best.
+each token's logit over the next best. read() refuses whatever is not of these types and shapes; how long and how wide
+arrays have to be, only the package can tell, and what does not fit it is a failed check.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from builder.checks import Check, judged
 from builder.errors import MachineError, Refused
 from runtime.generation import Ask, generate, options_for
-from runtime.limits import EngineOptions
+from runtime.limits import EngineOptions, check_request, draft_limit
 from runtime.loading import LoadedPackage
 from runtime.recording import dump
 
@@ -40,11 +41,78 @@ def read(path: Path) -> Arrays:
         raise MachineError(f"{path}: {error.strerror or error}; it cannot be read") from error
     except Exception as error:  # zipfile and NumPy raise many kinds for damaged files
         raise Refused(path, expected="an .npz file", found=error, remedy="check --reference") from None
-    if not ({"input_ids", "logits"} <= arrays.keys() or {"prompt_0", "greedy_0"} <= arrays.keys()):
-        raise Refused(
-            path, expected="input_ids and logits, or prompt_I and greedy_I", found=", ".join(arrays), remedy="mend it"
-        )
+    if {"input_ids", "logits"} <= arrays.keys():
+        _check_one_prompt(path, arrays)
+    elif {"prompt_0", "greedy_0"} <= arrays.keys():
+        _check_many_prompts(path, arrays)
+    else:
+        raise _refused(path, "input_ids and logits, or prompt_I and greedy_I", ", ".join(arrays) or "nothing")
     return arrays
+
+
+def _refused(subject: object, expected: object, found: object) -> Refused:
+    return Refused(subject, expected=expected, found=found, remedy="mend it, or leave --reference out")
+
+
+def _check_one_prompt(path: Path, arrays: Arrays) -> None:
+    tokens, logits = _tokens(path, arrays, "input_ids"), _numbers(path, arrays, "logits")
+    if not tokens.size:
+        raise _refused(f"{path} input_ids", "at least one token", "none")
+    for name in ("logits", "last_hidden_state", "mtp_logits"):
+        if name in arrays and (rows := _numbers(path, arrays, name).shape[:-1]) not in (
+            (1, tokens.size),
+            (tokens.size,),
+        ):
+            raise _refused(f"{path} {name}", f"[1, {tokens.size}, ...], a row for each of input_ids", f"{rows} rows")
+    if "mtp_draft_tokens" in arrays or "mtp_draft_logits" in arrays:
+        drafts, chained = _tokens(path, arrays, "mtp_draft_tokens"), _numbers(path, arrays, "mtp_draft_logits")
+        due = drafts.size, logits.shape[-1]
+        if drafts.ndim != 1 or chained.shape != due:
+            raise _refused(f"{path} mtp_draft_logits", f"{due}, as mtp_draft_tokens and logits have it", chained.shape)
+
+
+def _check_many_prompts(path: Path, arrays: Arrays) -> None:
+    count = sum(name.startswith("prompt_") for name in arrays)
+    for name in arrays:
+        kind, _, index = name.partition("_")
+        if kind in ("prompt", "greedy", "margin") and index not in map(str, range(count)):
+            raise _refused(f"{path} {name}", f"prompts 0 to {count - 1}, without a gap", f"{name} of {count} prompts")
+    for index in map(str, range(count)):
+        greedy = _tokens(path, arrays, f"greedy_{index}")
+        for name, tokens in (
+            (f"prompt_{index}", _tokens(path, arrays, f"prompt_{index}")),
+            (f"greedy_{index}", greedy),
+        ):
+            if tokens.ndim != 1 or not tokens.size:
+                raise _refused(f"{path} {name}", "[T], at least one token", list(tokens.shape))
+        if (margin := f"margin_{index}") in arrays and _numbers(path, arrays, margin, rank=1).shape != greedy.shape:
+            raise _refused(f"{path} {margin}", list(greedy.shape), list(arrays[margin].shape))
+
+
+def _tokens(path: Path, arrays: Arrays, name: str) -> NDArray[Any]:
+    """Integers, [T] or [1, T]."""
+    found = _present(path, arrays, name)
+    if found.dtype.kind not in "iu":
+        raise _refused(f"{path} {name}", "integers", found.dtype)
+    if found.ndim != 1 and not (found.ndim == 2 and found.shape[0] == 1):
+        raise _refused(f"{path} {name}", "[T] or [1, T]", list(found.shape))
+    return found
+
+
+def _numbers(path: Path, arrays: Arrays, name: str, rank: int | None = None) -> NDArray[Any]:
+    """Floating-point numbers, [T, N] or [1, T, N] if no other rank is given."""
+    found = _present(path, arrays, name)
+    if found.dtype.kind != "f":
+        raise _refused(f"{path} {name}", "floating-point numbers", found.dtype)
+    if found.ndim not in ((2, 3) if rank is None else (rank,)):
+        raise _refused(f"{path} {name}", f"{rank or '2 or 3'} dimensions", list(found.shape))
+    return found
+
+
+def _present(path: Path, arrays: Arrays, name: str) -> NDArray[Any]:
+    if name not in arrays:
+        raise _refused(path, name, f"none, but {', '.join(arrays)}")
+    return arrays[name]
 
 
 def compare(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
@@ -56,15 +124,33 @@ def compare(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
 
 
 def _one_prompt(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
+    """As many drafts are chained as both have."""
     token_ids = [int(token) for token in reference["input_ids"].reshape(-1)]
-    drafts = len(reference["mtp_draft_tokens"]) if "mtp_draft_tokens" in reference and package.package.mtp else 0
-    options = options_for(package, [Ask(tuple(token_ids), drafts + 2, drafts)], EngineOptions())
-    arrays = dump(package, token_ids, drafts, options)
+    given = len(reference.get("mtp_draft_tokens", ())) if package.package.mtp else 0
+    drafts = min(given, draft_limit(package.package, None))
+    dumped: list[Arrays] = []
+
+    def judge() -> str:
+        check_request(token_ids, drafts + 2, package.package)
+        if len(token_ids) + drafts + 2 > package.package.context_length:
+            raise Refused(
+                "input_ids",
+                expected=f"at most {package.package.context_length - drafts - 2} tokens, to go on behind them",
+                found=len(token_ids),
+                remedy="use this package's reference",
+            )
+        options = options_for(package, [Ask(tuple(token_ids), drafts + 2, drafts)], EngineOptions())
+        dumped.append(dump(package, token_ids, drafts, options))
+        return f"{len(token_ids)} tokens" + (f" and {drafts} of {given} drafts" if given else "")
+
+    yield judged("reference prompt", judge)
+    if not dumped:
+        return
     for name, theirs in PAIRS.items():
-        if theirs in reference and name in arrays:
-            yield judged(f"reference {name}", _bind(_close, name, arrays[name], reference[theirs]))
+        if theirs in reference and name in dumped[0]:
+            yield judged(f"reference {name}", _bind(_close, name, dumped[0][name], reference[theirs]))
     if drafts:
-        yield judged("reference drafts", _bind(_drafts, arrays, reference))
+        yield judged("reference drafts", _bind(_drafts, dumped[0], reference, drafts))
 
 
 def _bind(judge: Callable[..., str], *arguments: Any) -> Callable[[], str]:
@@ -85,9 +171,9 @@ def _close(name: str, ours: NDArray[Any], theirs: NDArray[Any]) -> str:
     return f"largest difference {difference:.1e}"
 
 
-def _drafts(arrays: Arrays, reference: Arrays) -> str:
-    """Chained drafts; behind a near-tie the chains may fork."""
-    logits, tokens = reference["mtp_draft_logits"], reference["mtp_draft_tokens"]
+def _drafts(arrays: Arrays, reference: Arrays, drafts: int) -> str:
+    """The first chained drafts; behind a near-tie the chains may fork."""
+    logits, tokens = reference["mtp_draft_logits"][:drafts], reference["mtp_draft_tokens"][:drafts]
     top = np.sort(logits, axis=-1)[:, -2:]
     ties = np.flatnonzero(top[:, 1] - top[:, 0] <= NEAR_TIE)
     first = int(ties[0]) if ties.size else len(tokens)
@@ -95,18 +181,32 @@ def _drafts(arrays: Arrays, reference: Arrays) -> str:
     if not np.array_equal(ours[:first], tokens[:first]):
         raise Refused("drafts", expected=tokens.tolist(), found=ours.tolist(), remedy="compare the head's inputs")
     rows = min(first + 1, len(tokens))
-    return _close("mtp_draft_logits", arrays["mtp_draft_logits"][:rows], logits[:rows])
+    seen = _close("mtp_draft_logits", arrays["mtp_draft_logits"][:rows], logits[:rows])
+    given = len(reference["mtp_draft_tokens"])
+    return seen if drafts == given else f"{seen}; {drafts} of {given} drafts, the package's limit"
 
 
 def _many_prompts(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
-    indices = range(sum(name.startswith("prompt_") for name in reference))
-    prompts = [tuple(int(token) for token in reference[f"prompt_{i}"]) for i in indices]
-    asks = [Ask(prompt, len(reference[f"greedy_{i}"]), 0) for i, prompt in enumerate(prompts)]
-    done = generate(package, asks, options_for(package, asks, EngineOptions()))
-    for i, request in enumerate(done.requests):
-        margins = reference.get(f"margin_{i}", np.full(len(reference[f"greedy_{i}"]), np.inf))
-        judge = _bind(_same_tokens, f"prompt {i}", request.token_ids, reference[f"greedy_{i}"].tolist(), margins)
-        yield judged(f"reference prompt {i}", judge)
+    """Prompts that the package cannot serve fail by themselves, and the others are compared all the same."""
+    asks: dict[int, Ask] = {}
+    refused: list[Check] = []
+    for index in range(sum(name.startswith("prompt_") for name in reference)):
+        prompt = tuple(int(token) for token in reference[f"prompt_{index}"])
+        ask = Ask(prompt, len(reference[f"greedy_{index}"]), 0)
+        try:
+            check_request(ask.token_ids, ask.max_new_tokens, package.package)
+        except Refused as refusal:
+            refused.append(Check(f"reference prompt {index}", False, str(refusal.within(f"prompt_{index}:"))))
+        else:
+            asks[index] = ask
+    yield from refused
+    served = list(asks.values())
+    done = generate(package, served, options_for(package, served, EngineOptions())).requests if served else ()
+    for index, request in zip(asks, done, strict=True):
+        theirs = reference[f"greedy_{index}"]
+        margins = reference.get(f"margin_{index}", np.full(len(theirs), np.inf))
+        judge = _bind(_same_tokens, f"prompt {index}", request.token_ids, theirs.tolist(), margins)
+        yield judged(f"reference prompt {index}", judge)
 
 
 def _same_tokens(name: str, ours: Sequence[int], theirs: Sequence[int], margins: NDArray[Any]) -> str:
@@ -115,7 +215,7 @@ def _same_tokens(name: str, ours: Sequence[int], theirs: Sequence[int], margins:
     fork = next((i for i in range(length) if ours[i] != theirs[i]), None)
     if fork is None:
         return f"{length} tokens equal"
-    if margins[fork] > NEAR_TIE:
+    if not margins[fork] <= NEAR_TIE:  # NaN is no tie
         raise Refused(
             f"{name} token {fork}",
             expected=theirs[fork],

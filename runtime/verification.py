@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from builder.errors import DraftsmithError, MachineError, Refused
 from builder.progress import Progress, silent
 from runtime import reference
 from runtime.generation import Ask, Generation, generate, options_for, read_asks
-from runtime.limits import EngineOptions, draft_limit
+from runtime.limits import EngineOptions, check_request, draft_limit
 from runtime.loading import LoadedPackage, load
 from runtime.recording import dump
 from runtime.session import ExecutionProvider
@@ -26,6 +27,9 @@ PROMPTS = ("def main(argv=None):\n", "The capital of France is", "Once upon a ti
 NEW_TOKENS = 32
 SYNTHETIC_LENGTHS = (5, 12, 19, 33)
 """Tokens of the prompts of a package without a tokenizer."""
+DUMPED_TOKENS = 2
+"""Tokens that a dump generates behind a prompt."""
+TOKENIZER_FILE = "tokenizer.json"
 RUN = "run"
 ROUNDING = 1e-4
 """Float32 logits of the same row, computed among more or fewer rows, differ by less; closer ones may change places."""
@@ -45,12 +49,11 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Verification:
-    """checks in the order made. acceptance: drafts accepted and evaluated, by position. unable: why nothing was run."""
+    """checks in the order made. acceptance: drafts accepted and evaluated, by position."""
 
     package: str
     checks: list[Check]
     acceptance: dict[str, Any] = field(default_factory=dict)
-    unable: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -59,34 +62,58 @@ class Verification:
     @property
     def exit_code(self) -> int:
         """As of the command line: 3 where only this machine is at fault."""
-        wrong = [check for check in self.checks if not check.ok and check.name != RUN]
-        return 0 if self.ok else 1 if wrong or not self.unable else MachineError.exit_code
+        wrong = [check for check in self.checks if not check.ok and not check.machine]
+        return 0 if self.ok else 1 if wrong else MachineError.exit_code
 
     def to_json(self) -> dict[str, Any]:
-        checks = [vars(check) for check in self.checks]
+        checks = [{"name": check.name, "ok": check.ok, "detail": check.detail} for check in self.checks]
         return {"ok": self.ok, "package": self.package, "checks": checks, "acceptance": self.acceptance}
 
 
 def verify(path: str | Path, options: VerifyOptions | None = None, progress: Progress = silent) -> Verification:
     """Raises Refused for what is no package and for options it cannot serve; what is wrong inside is a failed check."""
     options, folder = options or VerifyOptions(), Path(path)
+    _check_options(options)
     answers = reference.read(options.reference) if options.reference else None
     checks = audit(folder, progress, deep=options.deep)
-    if not all(check.ok for check in checks if check.name.split()[0] not in ("file", "manifest", "options")):
-        return Verification(str(path), [*checks, Check(RUN, False, "not run: the package contradicts itself")])
+    wrong = [check for check in checks if not check.ok and check.name.split()[0] not in ("file", "manifest", "options")]
+    if wrong:
+        machine = all(check.machine for check in wrong)
+        reason = "the package cannot be read" if machine else "the package contradicts itself"
+        return Verification(str(path), [*checks, Check(RUN, False, f"not run: {reason}", machine=machine)])
+    accepted: dict[str, Any] = {}
     try:
         loaded = load(folder, options.ep)
         checks.append(_kernels(loaded))
-        run = _run(loaded, options, progress)
-        checks += run.checks
+        plan = _plan(loaded, options, checks)
+        accepted = _run(loaded, plan, options, checks, progress)
         if answers is not None:
             checks += reference.compare(loaded, answers)
-    except Refused:
+    except UsageError:
         raise
     except DraftsmithError as error:
-        unable = str(error) if isinstance(error, MachineError) else None
-        return Verification(str(path), [*checks, Check(RUN, False, str(error))], unable=unable)
-    return Verification(str(path), checks, run.acceptance)
+        checks.append(Check(RUN, False, str(error), machine=isinstance(error, MachineError)))
+    return Verification(str(path), checks, accepted)
+
+
+class UsageError(Refused):
+    """What was asked for cannot be served, so that nothing was verified; every other refusal is a failed check."""
+
+
+@contextmanager
+def _usage() -> Iterator[None]:
+    try:
+        yield
+    except Refused as refusal:
+        raise UsageError(
+            refusal.subject, expected=refusal.expected, found=refusal.found, remedy=refusal.remedy
+        ) from None
+
+
+def _check_options(options: VerifyOptions) -> None:
+    floor = options.min_acceptance
+    if floor is not None and not 0 <= floor <= 1:  # NaN is neither
+        raise UsageError("--min-acceptance", expected="a share from 0 to 1", found=floor, remedy="choose another")
 
 
 def _kernels(loaded: LoadedPackage) -> Check:
@@ -99,46 +126,107 @@ def _kernels(loaded: LoadedPackage) -> Check:
 
 
 @dataclass(frozen=True)
-class _Run:
-    checks: list[Check]
-    acceptance: dict[str, Any]
+class _Plan:
+    """Prompts, each with no drafts, and how many drafts a step to compare with."""
+
+    asks: list[Ask]
+    drafts: int
 
 
-def _run(loaded: LoadedPackage, options: VerifyOptions, progress: Progress) -> _Run:
-    """Plain and speculative generation of the same prompts, side by side."""
-    drafts = draft_limit(loaded.package, options.draft_tokens)
-    asks = _asks(loaded, options.prompts)
-    plain = _generate(loaded, asks, 0, progress)
-    checks = [judged("finite logits", lambda: _finite(loaded, asks[0]))]
-    if not drafts:
-        unmet = options.min_acceptance is not None
-        remedy = "nothing was drafted: there is no head, or it cannot be rolled back"
-        return _Run([*checks, Check("speculation", not unmet, remedy)], {})
-    speculative = _generate(loaded, asks, drafts, progress)
-    for index, ask in enumerate(asks):
-        pair = plain.requests[index].token_ids, speculative.requests[index].token_ids
-        checks.append(_equal(loaded, index, ask, pair, drafts))
-    accepted = _acceptance(speculative)
-    return _Run([*checks, _floor(accepted, options.min_acceptance)], accepted)
+def _plan(loaded: LoadedPackage, options: VerifyOptions, checks: list[Check]) -> _Plan:
+    """Raises UsageError for options that this package cannot serve. Adds a check of its tokenizer, if it has one."""
+    with _usage():
+        drafts = draft_limit(loaded.package, options.draft_tokens)
+    tokenizer, texts = _tokenizer(loaded, checks)
+    if options.prompts is not None:
+        return _Plan(_given(loaded, options.prompts, tokenizer), drafts)
+    return _Plan([Ask(tuple(ids), NEW_TOKENS, 0) for ids in texts or _synthetic(loaded)], drafts)
 
 
-def _asks(loaded: LoadedPackage, prompts: Path | None) -> list[Ask]:
-    """Given prompts, or built-in ones: texts, or random tokens where there is no tokenizer."""
+def _tokenizer(loaded: LoadedPackage, checks: list[Check]) -> tuple[Tokenizer | None, list[list[int]]]:
+    """A tokenizer that can be used, and the built-in prompts in its tokens; neither where there is none."""
     package = loaded.package
-    tokenizer = Tokenizer(package.folder) if (package.folder / "tokenizer.json").is_file() else None
-    if prompts is not None:
+    if not (package.folder / TOKENIZER_FILE).is_file():
+        return None, []
+    usable: list[Tokenizer] = []
+    texts: list[list[int]] = []
 
-        def encode(text: str) -> list[int]:
-            return (tokenizer or Tokenizer(package.folder)).encode(text)
+    def judge() -> str:
+        tokenizer = Tokenizer(package.folder)
+        texts.extend(ids for prompt in PROMPTS if (ids := _encoded(loaded, tokenizer, prompt)))
+        usable.append(tokenizer)
+        return f"{sum(map(len, texts))} tokens of {len(PROMPTS)} texts"
 
-        return [Ask(ask.token_ids, ask.max_new_tokens, 0) for ask in read_asks(prompts, NEW_TOKENS, 0, encode)]
-    room = max(1, package.context_length // 2)
-    if tokenizer:
-        texts = [tokenizer.encode(prompt)[:room] for prompt in PROMPTS]
-    else:
-        rng = np.random.default_rng(0)
-        texts = [rng.integers(0, package.vocab_size, min(n, room)).tolist() for n in SYNTHETIC_LENGTHS]
-    return [Ask(tuple(ids), NEW_TOKENS, 0) for ids in texts if ids]
+    checks.append(judged("tokenizer", judge))
+    return (usable[0], texts) if usable else (None, [])
+
+
+def _encoded(loaded: LoadedPackage, tokenizer: Tokenizer, text: str) -> list[int]:
+    """As many tokens as leave room to go on. Raises Refused where they are none of the model's."""
+    package = loaded.package
+    subject = package.folder / TOKENIZER_FILE
+    try:
+        ids = tokenizer.encode(text)
+    except Refused:
+        raise
+    except Exception as error:  # whatever a damaged file makes of the tokenizer library
+        raise Refused(subject, expected=f"tokens of {text!r}", found=error, remedy="bring the file again") from None
+    if odd := [token for token in ids if not 0 <= token < package.vocab_size]:
+        raise Refused(
+            subject,
+            expected=f"token ids below {package.vocab_size}",
+            found=odd[0],
+            remedy="bring the model's tokenizer",
+        )
+    return ids[: max(1, package.context_length // 2)]
+
+
+def _synthetic(loaded: LoadedPackage) -> list[list[int]]:
+    """Random tokens."""
+    rng, room = np.random.default_rng(0), max(1, loaded.package.context_length // 2)
+    return [rng.integers(0, loaded.package.vocab_size, min(n, room)).tolist() for n in SYNTHETIC_LENGTHS]
+
+
+class _NoTokenizer(DraftsmithError):
+    """Texts were given, and the package's tokenizer is damaged: its fault, not the usage's."""
+
+
+def _given(loaded: LoadedPackage, prompts: Path, tokenizer: Tokenizer | None) -> list[Ask]:
+    package = loaded.package
+
+    def encode(text: str) -> list[int]:
+        if tokenizer is None and (package.folder / TOKENIZER_FILE).is_file():
+            raise _NoTokenizer(f"not run: {prompts} holds texts, and the package's tokenizer cannot be used")
+        return (tokenizer or Tokenizer(package.folder)).encode(text)
+
+    with _usage():
+        asks = read_asks(prompts, NEW_TOKENS, 0, encode, "--prompts")
+        for ask in asks:
+            try:
+                check_request(ask.token_ids, ask.max_new_tokens, package)
+            except Refused as refusal:
+                raise refusal.within(f"{ask.place}:") from None
+    return [Ask(ask.token_ids, ask.max_new_tokens, 0) for ask in asks]
+
+
+def _run(
+    loaded: LoadedPackage, plan: _Plan, options: VerifyOptions, checks: list[Check], progress: Progress
+) -> dict[str, Any]:
+    """Plain and speculative generation of the same prompts, side by side: adds checks, returns what was accepted."""
+    plain = _generate(loaded, plan.asks, 0, progress)
+    checks.append(judged("finite logits", lambda: _finite(loaded, plan.asks)))
+    if not plan.drafts:
+        unasked = draft_limit(loaded.package, None) and options.draft_tokens == 0
+        reason = "--draft-tokens 0 asks for none" if unasked else "there is no head, or it cannot be rolled back"
+        checks.append(Check("speculation", options.min_acceptance is None, f"nothing was drafted: {reason}"))
+        return {}
+    speculative = _generate(loaded, plan.asks, plan.drafts, progress)
+    for index, ask in enumerate(plan.asks):
+        pair = plain.requests[index].token_ids, speculative.requests[index].token_ids
+        checks.append(_equal(loaded, index, ask, pair, plan.drafts))
+    accepted = _acceptance(speculative)
+    checks.append(_floor(accepted, options.min_acceptance))
+    return accepted
 
 
 def _generate(loaded: LoadedPackage, asks: Sequence[Ask], drafts: int, progress: Progress) -> Generation:
@@ -146,13 +234,24 @@ def _generate(loaded: LoadedPackage, asks: Sequence[Ask], drafts: int, progress:
     return generate(loaded, drafting, options_for(loaded, drafting, EngineOptions()), progress)
 
 
-def _finite(loaded: LoadedPackage, ask: Ask) -> str:
-    options = options_for(loaded, [Ask(ask.token_ids, 2, 0)], EngineOptions())
-    arrays = dump(loaded, ask.token_ids, 0, options)
-    for name, array in arrays.items():
-        if not np.isfinite(array).all():
-            raise Refused(name, expected="finite numbers", found="NaN or infinity", remedy="inspect the checkpoint")
-    return f"{', '.join(arrays)} of {len(ask.token_ids)} tokens"
+def _finite(loaded: LoadedPackage, asks: Sequence[Ask]) -> str:
+    """Also where a comparison would not see it: the largest of a row of NaN is the same one every time."""
+    names: dict[str, None] = {}
+    room = max(1, loaded.package.context_length - DUMPED_TOKENS)
+    for index, ask in enumerate(asks):
+        token_ids = ask.token_ids[:room]
+        options = options_for(loaded, [Ask(token_ids, DUMPED_TOKENS, 0)], EngineOptions())
+        arrays = dump(loaded, token_ids, 0, options)
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise Refused(
+                    f"prompt {index} {name}",
+                    expected="finite numbers",
+                    found="NaN or infinity",
+                    remedy="inspect the checkpoint",
+                )
+        names |= dict.fromkeys(arrays)
+    return f"{', '.join(names)} of {sum(len(ask.token_ids) for ask in asks)} tokens"
 
 
 def _equal(
@@ -167,7 +266,7 @@ def _equal(
             return f"{len(plain)} tokens equal with {drafts} drafts a step"
         at = min(len(plain), len(speculative)) if fork is None else fork
         lead = _lead(loaded, [*ask.token_ids, *plain[:at]])
-        if lead > ROUNDING:
+        if not lead <= ROUNDING:  # NaN is no tie
             raise Refused(
                 f"prompt {index} token {at}",
                 expected=f"{list(plain[at : at + 1])}, by {lead:.2e} in the plain logits",

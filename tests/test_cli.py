@@ -134,7 +134,8 @@ def test_export_refuses_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     (empty / "config.json").write_text('{"model_type": "llama"}')
     assert "expected one .safetensors file" in refuse(2, "export", empty, out)
     shutil.copy(TRAINED / "model_mtp.safetensors", empty)
-    assert "model_type: expected one of qwen3_5, qwen3_5_text, found 'llama'" in refuse(2, "export", empty, out)
+    line = refuse(2, "export", empty, out)
+    assert "model_type: expected one of qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, found 'llama'" in line
     assert not out.parent.exists()
 
 

@@ -14,7 +14,7 @@ from tests.builder.test_package import contents, lasting
 from tests.conftest import TinyFactory
 from tests.test_cli import invoke, refuse, succeed
 
-KEYS = {"source", "graphs", "weights", "memory", "skipped_tensors", "warnings"}
+KEYS = {"source", "graphs", "parameters", "weights", "memory", "skipped_tensors", "warnings"}
 MEMORY = {"context_length", "batch_size", "weights", "kv_blocks", "states", "verify_staging", "total"}
 
 

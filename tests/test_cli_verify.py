@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,5 +83,68 @@ def test_what_is_no_package_and_bad_options_exit_2(package: Path, tmp_path: Path
 
 
 def test_a_report_that_cannot_be_written_exits_3(package: Path, tmp_path: Path) -> None:
-    result = invoke("verify", package, "--junit", tmp_path / "no" / "v.xml")
+    """The result is shown all the same: it took minutes."""
+    result = invoke("verify", package, "--json", "--junit", tmp_path / "no" / "v.xml")
     assert result.exit_code == 3 and "could not be written" in result.stderr
+    assert json.loads(result.stdout)["ok"] is True
+
+
+def test_a_floor_that_is_no_number_is_refused(package: Path) -> None:
+    result = invoke("verify", package, "--min-acceptance", "nan")
+    assert result.exit_code == 2 and result.stdout == "" and "--min-acceptance" in result.stderr
+
+
+def test_the_overlay_that_leaves_the_head_off_is_named(package: Path) -> None:
+    result = invoke("run", package, "--token-ids", "1", "--overlay", "plain", "--draft-tokens", 2)
+    assert result.exit_code == 2 and "ask for fewer, or leave --overlay plain out" in result.stderr
+    result = invoke("run", package, "--token-ids", "1", "--draft-tokens", 7)
+    assert result.exit_code == 2 and "export with a larger --max-draft-tokens" in result.stderr
+
+
+# What the operating system refuses
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["export", LONG, "out"], 2),
+        (["export", TRAINED, LONG], 2),
+        (["plan", LONG], 2),
+        (["verify", LONG], 2),
+        (["run", LONG, "--token-ids", "1"], 2),
+        (["run", LONG, "--prompt", "x"], 3),
+        (["inspect", LONG], 3),
+        (["diff", LONG, LONG], 2),
+    ],
+)
+def test_a_name_too_long_is_one_line(
+    arguments: list[Any], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.startswith("build-model: ") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["verify", "p"], ["run", "p", "--token-ids", "1"], ["export", "p", "out"], ["inspect", "p"]]
+)
+def test_a_folder_that_may_not_be_looked_at_is_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below a folder of mode 000, which root enters all the same."""
+    monkeypatch.chdir(tmp_path)
+    stat = os.stat
+
+    def denied(path: Any, *others: Any, **options: Any) -> os.stat_result:
+        if str(path).split("/")[0] == "p":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *others, **options)
+
+    monkeypatch.setattr(os, "stat", denied)
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr.count("\n") == 1 and "Permission denied" in result.stderr

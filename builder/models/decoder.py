@@ -9,18 +9,23 @@ from builder.models.attention import Attention
 from builder.models.gated_delta_net import GatedDeltaNet
 from builder.models.layers import Embedding, Linear, RMSNorm, TiedHead
 from builder.models.mlp import MLP
+from builder.models.moe import MoE
 from builder.models.step import Step
 from builder.quant.modules import ModuleTensors
 
 
 class DecoderLayer:
-    """Norm, mixer, norm, MLP on a residual stream. The mixer follows the layer's kind."""
+    """Norm, mixer, norm, MLP or MoE on a residual stream. The mixer follows the layer's kind."""
 
     def __init__(self, tensors: ModuleTensors, config: ModelConfig, kind: LayerType) -> None:
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(tensors, "input_layernorm", size, epsilon)
         self.post_attention_layernorm = RMSNorm(tensors, "post_attention_layernorm", size, epsilon)
-        self.mlp = MLP(tensors.sub("mlp"), config)
+        self.mlp: MLP | MoE = (
+            MoE(tensors.sub("mlp"), size, config.moe)
+            if config.moe
+            else MLP(tensors.sub("mlp"), size, config.intermediate_size or 0)
+        )
         self.mixer: Attention | GatedDeltaNet = (
             Attention(tensors.sub("self_attn"), config)
             if kind == "full_attention"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from builder.config import ModelConfig
 from builder.graph import Graph, Value
 from builder.models.layers import Linear
 from builder.quant.modules import ModuleTensors
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x))"""
+    """down(silu(gate(x)) * up(x)), from hidden through inner back to hidden features."""
 
-    def __init__(self, tensors: ModuleTensors, config: ModelConfig) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(self, tensors: ModuleTensors, hidden: int, inner: int) -> None:
         self.gate_proj = Linear(tensors, "gate_proj", inner, hidden)
         self.up_proj = Linear(tensors, "up_proj", inner, hidden)
         self.down_proj = Linear(tensors, "down_proj", hidden, inner)

@@ -26,9 +26,20 @@ class MtpHead:
         "layers.0.input_layernorm",
         "layers.0.post_attention_layernorm",
         *(f"layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-        *(f"layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
     )
-    """What a checkpoint must hold under `mtp.` for there to be a head."""
+    """What a checkpoint must hold under `mtp.` for there to be a head, beside its MLP."""
+    MLP = tuple(f"layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+    MOE = (
+        "layers.0.mlp.gate",
+        "layers.0.mlp.experts",
+        *(f"layers.0.mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+        "layers.0.mlp.shared_expert_gate",
+    )
+
+    @classmethod
+    def modules(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Names under `mtp.` that a head of this model has."""
+        return (*cls.MODULES, *(cls.MOE if config.moe else cls.MLP))
 
     def __init__(self, tensors: ModuleTensors, config: ModelConfig, target: Target) -> None:
         size, epsilon = config.hidden_size, config.rms_norm_eps

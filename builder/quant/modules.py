@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from builder.checkpoint import TensorRef
 from builder.errors import Refused
+from builder.quant.experts import DOWN, GATE, UP, Experts, Sizes, source_name, split, stored_under
 from builder.quant.linear import FLOAT_DTYPES, read_linear
 from builder.quant.scales import check_scales
 from builder.quant.tensors import QuantTensor
@@ -44,7 +45,8 @@ class ModuleTensors:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def has(self, module: str) -> bool:
-        return f"{self.prefix}{module}" in self.by_module
+        """Whether the module, or a container of that name, has tensors."""
+        return stored_under(self.by_module, f"{self.prefix}{module}")
 
     def tensor(self, name: str, *shapes: tuple[int, ...]) -> TensorRef:
         """A float tensor such as `A_log` or `input_layernorm.weight`, in one of the given shapes. Raises Refused."""
@@ -67,13 +69,28 @@ class ModuleTensors:
         """The weight [out_features, in_features] of a linear module, its scales read and checked. Raises Refused."""
         module = f"{self.prefix}{name}"
         own = self.by_module.get(module, {})
-        quantized = read_linear(module, own, (out_features, in_features))
+        quantized = self._read(module, own, (out_features, in_features))
+        self.used.update(ref.name for ref in quantized.refs)
+        return quantized
+
+    def experts(self, name: str, sizes: Sizes) -> Experts:
+        """Experts in any layout that experts.py lists, each read as a linear module. Raises Refused."""
+        full = f"{self.prefix}{name}"
+        read: dict[str, list[QuantTensor]] = {}
+        for projection, modules in split(self.by_module, full, sizes).items():
+            shape = sizes.shape(projection)
+            read[projection] = [self._read(module, own, shape) for module, own in modules]
+        self.used.update(source_name(ref) for weights in read.values() for weight in weights for ref in weight.refs)
+        return Experts(*(tuple(read[projection]) for projection in (GATE, UP, DOWN)))
+
+    def _read(self, module: str, own: Mapping[str, TensorRef], shape: tuple[int, int]) -> QuantTensor:
+        """own: the module's tensors by last name part."""
+        quantized = read_linear(module, own, shape)
         if self.read_values:
             quantized = check_scales(quantized)
         self.linears[module] = quantized
-        self.used.update(ref.name for ref in quantized.refs)
         known = {ref.name for ref in quantized.refs} | {f"{module}.{leaf}" for leaf in (*ACTIVATION_SCALES, *KV_SCALES)}
-        stray = sorted(ref.name for ref in own.values() if ref.name not in known)
+        stray = sorted(ref.name for leaf, ref in own.items() if ref.name not in known and leaf not in ACTIVATION_SCALES)
         if stray:
             raise Refused(
                 f"tensor {stray[0]}",

@@ -38,10 +38,38 @@ def lower(path: Path, has_kernel: HasKernel, edit: Edit | None = None) -> bytes:
         edit(model)
     widen(model.graph)
     for node in list(model.graph):
+        if node.op_type == "QMoE":
+            _dequantize_experts(model, node)
         if node.domain == CONTRIB and not has_kernel(node.domain, node.op_type):
             _replace(model, node)
     model.opset_imports[""] = LOWERED_OPSET
     return ir.to_proto(model).SerializeToString()
+
+
+def _dequantize_experts(model: ir.Model, node: ir.Node) -> None:
+    """QMoE becomes MoE over float experts: a CPU's kernel does not take their layout, or not to the last bit."""
+    from runtime.lowering import functions
+
+    _check_covered(node, len(node.inputs), {"k"})
+    float_inputs = list(node.inputs[:2])
+    for codes, scales, multipliers in ((2, 3, 15), (5, 6, 16)):
+        stored = [node.inputs[index] for index in (codes, scales, multipliers)]
+        experts = ir.node("NvFp4Experts", stored, domain=functions.DOMAIN, name=f"{node.name}/{codes}")
+        model.graph.insert_before(node, experts)
+        float_inputs += [experts.outputs[0], None]
+    _define(model, functions.NvFp4Experts)
+    node.op_type = "MoE"
+    node.resize_inputs(5)
+    for index, value in enumerate(float_inputs[:5]):
+        node.replace_input_with(index, value)
+    for name in ("quant_type", "block_size", "expert_weight_bits"):
+        del node.attributes[name]
+
+
+def _define(model: ir.Model, function: Any) -> None:
+    signature = function.function_ir
+    model.functions[signature.identifier()] = signature
+    model.opset_imports[signature.domain] = 1
 
 
 def _replace(model: ir.Model, node: ir.Node) -> None:
@@ -54,15 +82,25 @@ def _replace(model: ir.Model, node: ir.Node) -> None:
         )
     signature = function.function_ir
     _check_covered(node, len(signature.inputs), set(signature.attributes))
-    model.functions[signature.identifier()] = signature
-    model.opset_imports[functions.DOMAIN] = 1
+    _define(model, function)
     node.domain = functions.DOMAIN
     node.resize_inputs(len(signature.inputs))
     for name in set(node.attributes) - set(signature.attributes):
         del node.attributes[name]
 
 
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {"PagedAttention": {"do_rotary": 0, "local_window_size": -1}}
+MIXTURE: Mapping[str, Any] = {
+    "normalize_routing_weights": 1,
+    "activation_type": "swiglu",
+    "activation_alpha": 1.0,
+    "activation_beta": 0.0,
+    "swiglu_fusion": 1,
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "PagedAttention": {"do_rotary": 0, "local_window_size": -1},
+    "MoE": MIXTURE,
+    "QMoE": {**MIXTURE, "quant_type": "nvfp4", "block_size": 16, "expert_weight_bits": 4},
+}
 """Attribute values that the reference functions imply, by op."""
 IGNORED_INPUTS = {"PagedAttention": {16}}
 """Inputs that only size workspaces: attention_metadata."""

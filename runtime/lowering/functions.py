@@ -124,3 +124,48 @@ def PagedAttention(
     )
     output = op.GatherND(attended, op.Concat(request, op.Sub(rows, op.Gather(starts, request)), axis=-1))
     return output, new_key_cache, new_value_cache
+
+
+@script(LOWERING, default_opset=op)
+def GatedAdd(X, Y, gate):
+    """X + Y * gate, gate [T, 1] without a weight of its own."""
+    return op.Add(X, op.Mul(Y, gate))
+
+
+@script(LOWERING, default_opset=op)
+def MoE(input, router_probs, fc1_experts_weights, fc1_experts_bias, fc2_experts_weights, k: int):
+    """The k best experts of a row by softmax over all of them, their weights divided by their sum.
+
+    fc1 [E, 2 I, H] has gate and up rows by turns; an expert is fc2 (silu(gate) * up). Every expert sees every row here,
+    and those that were not chosen weigh nothing.
+    """
+    last = op.Constant(value_ints=[-1])
+    best = op.Reshape(op.Constant(value_int=k), last)
+    chosen, experts = op.TopK(op.Softmax(router_probs, axis=-1), best)
+    shares = op.Div(chosen, op.ReduceSum(chosen, last))
+    nothing = op.ConstantOfShape(op.Shape(router_probs))
+    mixture = op.ScatterElements(nothing, experts, shares, axis=-1)
+    rows = op.Unsqueeze(input, op.Constant(value_ints=[0]))
+    both = op.MatMul(rows, op.Transpose(fc1_experts_weights, perm=[0, 2, 1]))
+    parts = op.Reshape(both, op.Constant(value_ints=[0, 0, -1, 2]))
+    gate = op.Gather(parts, op.Constant(value_int=0), axis=3)
+    up = op.Gather(parts, op.Constant(value_int=1), axis=3)
+    inner = op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
+    outputs = op.MatMul(inner, op.Transpose(fc2_experts_weights, perm=[0, 2, 1]))
+    weighted = op.Mul(outputs, op.Unsqueeze(op.Transpose(mixture, perm=[1, 0]), last))
+    return op.ReduceSum(weighted, op.Constant(value_ints=[0]), keepdims=0)
+
+
+@script(LOWERING, default_opset=op)
+def NvFp4Experts(weights, scales, multipliers):
+    """Codes [E, K, N/2], row 2j in the low nibble, times E4M3 [E, N, K/16] times [E]: [E, N, K]."""
+    nibble = op.Constant(value=onnx.helper.make_tensor("nibble", onnx.TensorProto.UINT8, [], [15]))
+    four = op.Constant(value=onnx.helper.make_tensor("four", onnx.TensorProto.UINT8, [], [4]))
+    last = op.Constant(value_ints=[-1])
+    low = op.Unsqueeze(op.BitwiseAnd(weights, nibble), last)
+    high = op.Unsqueeze(op.BitShift(weights, four, direction="RIGHT"), last)
+    rows = op.Reshape(op.Concat(low, high, axis=-1), op.Constant(value_ints=[0, 0, -1]))
+    values = op.Gather(op.Constant(value=E2M1), op.Cast(op.Transpose(rows, perm=[0, 2, 1]), to=INT32))
+    factors = op.Mul(op.Cast(scales, to=FLOAT), op.Reshape(multipliers, op.Constant(value_ints=[-1, 1, 1])))
+    blocks = op.Reshape(values, op.Concat(op.Shape(factors), last, axis=0))
+    return op.Reshape(op.Mul(blocks, op.Unsqueeze(factors, last)), op.Shape(values))

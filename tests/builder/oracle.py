@@ -84,7 +84,18 @@ def read_checkpoint(folder: Path) -> dict[str, Raw]:
 def weight(tensors: dict[str, Raw], module: str) -> NDArray[np.float64]:
     """The dequantized weight [N, K] of a linear module in float64, whoever stored it in whatever format."""
     own = {name.rpartition(".")[2]: raw for name, raw in tensors.items() if name.rpartition(".")[0] == module}
-    return linear(own)
+    return linear(own) if own else fused_expert(tensors, module)
+
+
+def fused_expert(tensors: dict[str, Raw], module: str) -> NDArray[np.float64]:
+    """An expert of `experts.gate_up_proj` [E, 2 I, H], gate rows first, or of `experts.down_proj` [E, H, I]."""
+    experts, _, rest = module.rpartition(".experts.")
+    expert, _, part = rest.partition(".")
+    if part == "down_proj":
+        return tensors[f"{experts}.experts.down_proj"].values()[int(expert)]
+    gate_up = tensors[f"{experts}.experts.gate_up_proj"].values()[int(expert)]
+    inner = len(gate_up) // 2
+    return gate_up[:inner] if part == "gate_proj" else gate_up[inner:]
 
 
 def linear(own: dict[str, Raw]) -> NDArray[np.float64]:

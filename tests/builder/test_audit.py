@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def forge(folder: Path) -> None:
     for name, record in manifest["files"].items():
         file = folder / name
         record |= {"size": file.stat().st_size, "digest": digests.of_file(file, record["digest"].partition(":")[0])}
+    for name, record in manifest["graphs"].items():
+        record["digest"] = manifest["files"][name]["digest"]
     path.write_text(json.dumps(manifest), "utf-8")
     (folder / "build.json").unlink()
 
@@ -62,7 +65,7 @@ def edit_graph(name: str, edit: Callable[[onnx.GraphProto], None]) -> Damage:
     return damage
 
 
-def edit_json(name: str, *keys: str, value: Any) -> Damage:
+def edit_json(name: str, *keys: str | int, value: Any) -> Damage:
     def damage(folder: Path) -> None:
         document = json.loads((folder / name).read_text("utf-8"))
         inner = document
@@ -72,6 +75,15 @@ def edit_json(name: str, *keys: str, value: Any) -> Damage:
         (folder / name).write_text(json.dumps(document), "utf-8")
 
     return damage
+
+
+def places(document: Any, depth: int) -> Iterator[tuple[str | int, ...]]:
+    """Keys to every value down to a depth, lists by their first entry."""
+    inner = document.items() if isinstance(document, dict) else list(enumerate(document))[:1]
+    for key, value in inner:
+        yield (key,)
+        if depth > 1 and isinstance(value, dict | list):
+            yield from ((key, *rest) for rest in places(value, depth - 1))
 
 
 def test_an_untouched_package_passes(package_folder: Path) -> None:
@@ -114,14 +126,31 @@ def test_a_truncated_missing_or_linked_file_is_named(package: Path, name: str) -
         assert f"expected a file of {len(content):,} bytes, found none" in failed(package)[f"file {name}"]
     (package.parent / "elsewhere").write_bytes(content)
     (package / name).symlink_to(package.parent / "elsewhere")
-    assert "found none" in failed(package)[f"file {name}"]
+    assert "found a symbolic link" in failed(package)[f"file {name}"]
 
 
 def test_what_somebody_put_beside_the_files_is_listed(package: Path) -> None:
     (package / "overlays" / "mine.json").write_text("{}")
     (package / "hook.py").write_text("raise SystemExit")
+    (package / "w").symlink_to("/etc")
+    (package / "gone").symlink_to("nowhere")
     (check,) = (check for check in audit(package) if check.name == "other files")
-    assert check == Check("other files", True, "not the package's: hook.py, overlays/mine.json")
+    found = "gone (a symbolic link), hook.py, overlays/mine.json, w (a symbolic link)"
+    assert check == Check("other files", True, f"not the package's: {found}")
+
+
+def test_a_folder_that_lies_elsewhere_is_named(package: Path, tmp_path: Path) -> None:
+    """Its files are there to the byte, but not in the package: who copies it leaves them behind."""
+    (package / "overlays").rename(tmp_path / "elsewhere")
+    (package / "overlays").symlink_to(tmp_path / "elsewhere")
+    wrong = failed(package)
+    assert wrong.keys() == {"file overlays/plain.json", "file overlays/latency.json"}
+    assert all("found a symbolic link" in detail for detail in wrong.values())
+
+
+def test_a_package_may_be_reached_by_a_link(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(package)
+    assert failed(tmp_path / "link", deep=True) == {}
 
 
 # Linked shards
@@ -177,6 +206,45 @@ def test_a_hashed_linked_shard_is_checked_to_the_byte(tiny: TinyFactory, tmp_pat
     assert failed(folder, deep=True).keys() == {"file b.safetensors"}
 
 
+def origin_of(folder: Path, origin: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> dict[str, str]:
+    """Failed checks where the origin of one linked initializer was replaced."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text("utf-8"))
+    entry = next(own for own in manifest["initializers"]["model.onnx"].values() if own["file"] == "a.safetensors")
+    entry["origin"] = origin(entry["origin"][0])
+    path.write_text(json.dumps(manifest))
+    (folder / "build.json").unlink(missing_ok=True)
+    return failed(folder)
+
+
+def halves(origin: dict[str, Any], gap: int = 0) -> list[dict[str, Any]]:
+    half = origin["length"] // 2
+    rest = {"offset": origin["offset"] + half + gap, "length": origin["length"] - half}
+    return [origin | {"length": half}, origin | rest]
+
+
+def test_a_linked_initializer_comes_from_where_it_lies(tiny: TinyFactory, tmp_path: Path) -> None:
+    """A run of slices that follow each other may stand for one initializer."""
+    folder = linked(tiny, tmp_path)
+    assert origin_of(folder, halves) == {}
+    wrong = origin_of(folder, lambda half: halves(half | {"length": 2 * half["length"]}, 8))
+    assert "found a gap between them" in wrong.pop("manifest origins") and not wrong
+
+
+@pytest.mark.parametrize("change", [{"shard": "b.safetensors"}, {"offset": 0}])
+def test_a_linked_initializer_from_elsewhere_is_named(
+    tiny: TinyFactory, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    wrong = origin_of(linked(tiny, tmp_path), lambda origin: [origin | change])
+    assert wrong.keys() == {"manifest origins"} and "where it lies" in wrong["manifest origins"]
+
+
+def test_a_damaged_length_field_of_a_shard_is_a_failed_check(tiny: TinyFactory, tmp_path: Path) -> None:
+    folder = linked(tiny, tmp_path)
+    flip(folder / "a.safetensors", 7)
+    assert "found a length of" in failed(folder)["file a.safetensors"]
+
+
 def test_swapped_shards_are_named_by_their_headers(tiny: TinyFactory, tmp_path: Path) -> None:
     """Sizes are equal and nothing was hashed: the header alone tells, without --deep."""
     folder = linked(tiny, tmp_path)
@@ -222,7 +290,7 @@ def retype_input(graph: onnx.GraphProto) -> None:
 
 
 def reshape_output(graph: onnx.GraphProto) -> None:
-    value = next(value for value in graph.output if value.name == "state_update.0.conv_value")
+    value = next(value for value in graph.output if value.name == "state_update.1.conv_value")
     value.type.tensor_type.shape.dim.add().dim_value = 1
 
 
@@ -272,7 +340,7 @@ def append(folder: Path) -> None:
         file.write(bytes(512))
 
 
-NORM = "model.norm.weight"
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 FORGERIES: Mapping[str, tuple[Damage, str, str]] = {
     "renamed input": (edit_graph("model.onnx", rename_input), "configuration", "past.0.conv"),
     "retyped input": (
@@ -326,9 +394,59 @@ FORGERIES: Mapping[str, tuple[Damage, str, str]] = {
         "hidden_states",
     ),
     "shared": (
-        edit_json("genai_config.json", "model", "mtp", "shared_initializers", 0, "offset", value="512"),  # type: ignore[arg-type]
+        edit_json("genai_config.json", "model", "mtp", "shared_initializers", 0, "offset", value="512"),
         "shared initializers",
         "model.embed_tokens.weight",
+    ),
+    "no hidden size": (
+        edit_json("genai_config.json", "model", "decoder", "hidden_size", value=None),
+        "geometry",
+        "genai_config.json model.decoder.hidden_size: expected an integer from 1",
+    ),
+    "no head size": (
+        edit_json("genai_config.json", "model", "decoder", "head_size", value="32"),
+        "geometry",
+        "model.decoder.head_size",
+    ),
+    "layers as text": (
+        edit_json("genai_config.json", "model", "decoder", "num_hidden_layers", value="4"),
+        "geometry",
+        "model.decoder.num_hidden_layers",
+    ),
+    "more layers than memory": (
+        edit_json("genai_config.json", "model", "decoder", "num_hidden_layers", value=(1 << 31) - 1),
+        "geometry",
+        "model.decoder.num_hidden_layers: expected as many as the layers of state_groups, [0, 1, 2, 3]",
+    ),
+    "another activation type": (
+        edit_json("manifest.json", "options", "dtype", value="bfloat16"),
+        "manifest graphs",
+        "options dtype: expected float16, as model.onnx has it, found bfloat16",
+    ),
+    "an older runtime": (
+        edit_json("manifest.json", "graphs", "mtp.onnx", "minimum_onnxruntime", value="1.20"),
+        "manifest graphs",
+        "graphs mtp.onnx minimum_onnxruntime: expected 1.30, found 1.20",
+    ),
+    "another opset": (
+        edit_json("manifest.json", "graphs", "model.onnx", "opsets", value={"ai.onnx": 20, "com.microsoft": 1}),
+        "manifest graphs",
+        "graphs model.onnx opsets",
+    ),
+    "a shorter origin": (
+        edit_json("manifest.json", "initializers", "model.onnx", EMBEDDING, "origin", 0, "length", value=7),
+        "manifest origins",
+        f"model.onnx {EMBEDDING} origin: expected 12288 bytes, found 7",
+    ),
+    "no origin": (
+        edit_json("manifest.json", "initializers", "model.onnx", EMBEDDING, "origin", value=[]),
+        "manifest origins",
+        "expected 12288 bytes, found 0",
+    ),
+    "a census of nothing": (
+        edit_json("manifest.json", "census", value={"graphs": 5}),
+        "census model.onnx",
+        "AttributeError",
     ),
     "another contract": (
         edit_json("manifest.json", "contract_version", value=2),
@@ -346,6 +464,153 @@ def test_a_change_is_named_although_all_digests_agree(package: Path, name: str) 
     wrong = failed(package, deep=True)
     assert not any(name.startswith("file ") for name in wrong), wrong
     assert check in wrong and words in wrong[check], wrong
+
+
+SHARED = ("model", "mtp", "shared_initializers")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        ((), "abc", "shared_initializers: expected a list, found abc"),
+        ((), None, "shared_initializers: expected a list, found None"),
+        ((0,), 7, "shared_initializers[0]: expected an object, found 7"),
+        ((0,), {}, "shared_initializers[0] name: expected text, found None"),
+        ((0, "data_file"), None, "shared_initializers[0] data_file: expected text"),
+        ((0, "offset"), "x", f"shared_initializers[0] {EMBEDDING} offset: expected a number of bytes, found x"),
+        ((0, "length"), -1, f"shared_initializers[0] {EMBEDDING} length: expected a number of bytes, found -1"),
+        ((0, "offset"), "9" * 5000, f"shared_initializers[0] {EMBEDDING} offset: expected a number of bytes"),
+        ((0, "shape"), [96, "64"], f"shared_initializers[0] {EMBEDDING} shape: expected an integer, found 64"),
+    ],
+)
+def test_a_shared_initializer_of_another_type_is_named(package: Path, keys: Any, value: Any, words: str) -> None:
+    edit_json("genai_config.json", *SHARED, *keys, value=value)(package)
+    forge(package)
+    wrong = failed(package)
+    assert wrong.keys() == {"shared initializers"} and f"model.mtp.{words}" in wrong["shared initializers"]
+
+
+def entry_of(key: str, value: str | None) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        tensor = next(tensor for tensor in graph.initializer if tensor.name == NORM)
+        entry = next(entry for entry in tensor.external_data if entry.key == key)
+        if value is None:
+            tensor.external_data.remove(entry)
+        else:
+            entry.value = value
+
+    return edit
+
+
+def data_type(number: int) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        next(tensor for tensor in graph.initializer if tensor.name == NORM).data_type = number
+
+    return edit
+
+
+def dimension(name: str, index: int) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        value = next(value for value in (*graph.input, *graph.output) if value.name == name)
+        value.type.tensor_type.shape.dim[index].dim_param = "wide"
+
+    return edit
+
+
+def rank(name: str) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        value = next(value for value in (*graph.input, *graph.output) if value.name == name)
+        value.type.tensor_type.shape.dim.pop()
+
+    return edit
+
+
+def element(graph: onnx.GraphProto) -> None:
+    next(value for value in graph.input if value.name == "past.1.conv").type.tensor_type.elem_type = 77
+
+
+def hidden_outputs(graph: onnx.GraphProto) -> None:
+    """An op without the outputs whose places are looked at."""
+    node = next(node for node in graph.node if "present.1.recurrent" in node.output)
+    node.output[:] = ["present.1.recurrent"]
+
+
+def data_in_a_node(graph: onnx.GraphProto) -> None:
+    tensor = onnx.TensorProto(name="secret", data_type=onnx.TensorProto.FLOAT, dims=[1])
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="/etc/passwd")
+    graph.node.append(onnx.helper.make_node("Constant", [], ["unused"], value=tensor))
+
+
+@pytest.mark.parametrize(
+    ("edit", "check", "words"),
+    [
+        (data_type(99), "configuration", f"model.onnx initializer {NORM} data_type: expected numbers, found 99"),
+        (data_type(onnx.TensorProto.STRING), "configuration", f"initializer {NORM} data_type"),
+        (entry_of("length", None), "configuration", f"model.onnx initializer {NORM} length"),
+        (entry_of("length", "x"), "configuration", f"initializer {NORM} length: expected a number of bytes, found x"),
+        (entry_of("offset", "-4"), "configuration", f"initializer {NORM} offset"),
+        (entry_of("location", None), "configuration", f"initializer {NORM} location"),
+        (dimension("past.0.conv", 1), "configuration", "model.onnx input past.0.conv: expected 3 dimensions"),
+        (dimension("past.0.recurrent", 2), "configuration", "model.onnx input past.0.recurrent: expected 4"),
+        (rank("past.0.recurrent"), "configuration", "model.onnx input past.0.recurrent: expected 4"),
+        (rank("hidden_states"), "configuration", "model.onnx output hidden_states: expected 2"),
+        (dimension("past.1.conv", 1), "interface model.onnx", "input past.1.conv"),
+        (element, "configuration", "model.onnx input past.1.conv: expected a tensor, found type 77"),
+        (hidden_outputs, "aliasing model.onnx", "output present.1.recurrent: expected output 1 of a GatedDeltaNet"),
+        (data_in_a_node, "configuration", "model.onnx tensor secret: expected external data of the graph's initial"),
+    ],
+)
+def test_damage_of_a_graph_is_the_graphs(
+    package: Path, edit: Callable[[onnx.GraphProto], None], check: str, words: str
+) -> None:
+    edit_graph("model.onnx", edit)(package)
+    forge(package)
+    wrong = failed(package)
+    assert check in wrong and words in wrong[check] and "genai_config" not in wrong[check], wrong
+
+
+@pytest.mark.parametrize("section", ["files", "graphs", "initializers"])
+def test_a_graph_that_the_manifest_leaves_out_is_named(package: Path, section: str) -> None:
+    path = package / "manifest.json"
+    manifest = json.loads(path.read_text("utf-8"))
+    del manifest[section]["mtp.onnx"]
+    path.write_text(json.dumps(manifest))
+    (package / "build.json").unlink()
+    assert f"manifest.json {section}: expected mtp.onnx, found no entry" in failed(package)["manifest contents"]
+
+
+@pytest.mark.parametrize("name", ["weights.data", "genai_config.json"])
+def test_a_file_without_a_digest_is_named(package: Path, name: str) -> None:
+    path = package / "manifest.json"
+    manifest = json.loads(path.read_text("utf-8"))
+    del manifest["files"][name]
+    path.write_text(json.dumps(manifest))
+    (package / "build.json").unlink()
+    assert f"files: expected {name}, found no entry" in failed(package)["manifest contents"]
+
+
+def test_only_linked_shards_may_have_no_digest(package: Path) -> None:
+    edit_json("manifest.json", "files", "weights.data", "digest", value=None)(package)
+    (package / "build.json").unlink()
+    assert "files weights.data: expected a digest, found none" in failed(package)["manifest contents"]
+
+
+def test_whatever_is_changed_is_a_check_and_never_another_error(package: Path) -> None:
+    """Every key of the configuration, and of the manifest down to its second level."""
+    for file in ("genai_config.json", "manifest.json"):
+        original = (package / file).read_bytes()
+        for keys in places(json.loads(original), 5 if file == "genai_config.json" else 2):
+            for value in (None, "x", [[]], 1 << 70):
+                edit_json(file, *keys, value=value)(package)
+                assert {f"file {file}", "manifest"} & failed(package).keys(), (keys, value)
+                (package / file).write_bytes(original)
+
+
+def test_a_graph_has_one_digest(package: Path) -> None:
+    edit_json("manifest.json", "graphs", "model.onnx", "digest", value="sha256:00")(package)
+    (package / "build.json").unlink()
+    assert "graphs model.onnx digest" in failed(package)["manifest graphs"]
 
 
 def test_overlapping_weights_are_named(package: Path) -> None:
@@ -372,6 +637,34 @@ def test_a_package_without_a_manifest_says_so_and_is_judged_by_its_graphs(packag
     (package / "manifest.json").unlink()
     wrong = failed(package)
     assert wrong.keys() == {"manifest"} and "expected a manifest, found none" in wrong["manifest"]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b'{"a":' * 500 + b"1" + b"}" * 500)])
+def test_a_configuration_lost_or_too_deep_is_a_failed_check(package: Path, damage: Callable[[Path], None]) -> None:
+    damage(package / "genai_config.json")
+    assert {"file genai_config.json", "configuration"} == failed(package).keys()
+
+
+def test_a_name_no_file_can_have_is_a_file_that_is_not_there(package: Path) -> None:
+    edit_json("manifest.json", "files", "n" * 300, value={"size": 1, "digest": None, "header": None})(package)
+    (package / "build.json").unlink()
+    assert "found none" in failed(package)[f"file {'n' * 300}"]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "build.json"])
+def test_what_may_not_be_read_is_the_machines_fault(package: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of mode 000, which root reads all the same."""
+    read_bytes = Path.read_bytes
+
+    def forbidden(path: Path) -> bytes:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    wrong = [check for check in audit(package) if not check.ok]
+    assert all(check.machine and f"{name}: Permission denied" in check.detail for check in wrong)
+    assert wrong[0].name == "manifest"
 
 
 def test_a_path_that_leaves_the_package_is_never_opened(package: Path, tmp_path: Path) -> None:

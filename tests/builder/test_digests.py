@@ -11,6 +11,8 @@ import pytest
 import xxhash
 
 from builder import digests
+from builder.checkpoint import MAX_JSON_BYTES
+from builder.errors import Refused
 
 SHA256 = {
     b"": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
@@ -83,6 +85,29 @@ def test_a_headers_digest_ends_where_the_data_begins(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(start + data)
         found.add(digests.of_header(tmp_path / name))
     assert found == {f"sha256:{hashlib.sha256(start).hexdigest()}"}
+
+
+@pytest.mark.parametrize("length", [3, 1 << 32, 1 << 62, (1 << 64) - 1])
+def test_a_damaged_length_is_refused_before_anything_is_read(tmp_path: Path, length: int) -> None:
+    """One flipped byte of the field asks for more memory than there is."""
+    (tmp_path / "shard").write_bytes(struct.pack("<Q", length) + b"{}")
+    with pytest.raises(Refused, match=rf"shard: expected a safetensors header, found a length of {length} in a file"):
+        digests.of_header(tmp_path / "shard")
+
+
+def test_a_header_is_no_longer_than_a_checkpoint_may_have_one(tmp_path: Path) -> None:
+    with (tmp_path / "shard").open("wb") as file:
+        file.write(struct.pack("<Q", MAX_JSON_BYTES + 1))
+        file.truncate(MAX_JSON_BYTES + 100)  # sparse
+    with pytest.raises(Refused, match=f"a length of {MAX_JSON_BYTES + 1}"):
+        digests.of_header(tmp_path / "shard")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x01\x00\x00"])
+def test_a_file_too_short_for_a_length_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "shard").write_bytes(content)
+    with pytest.raises(Refused, match=f"in a file of {len(content)} bytes"):
+        digests.of_header(tmp_path / "shard")
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_real_initializers_mean_what_the_checkpoint_does(real_checkpoint: Path, 
         matmuls = report.to_json()["graphs"][graph]["matmuls"]
         assert sum(count for kind, count in matmuls.items() if kind != "float") == len(found)
         assert report.to_json()["graphs"][graph]["dequantized"] == {}
-    assert seen == quantized and len(seen) > 20
+    assert seen == {module for module in quantized if ".experts." not in module} and len(seen) > 20
 
 
 def kinds_of(stored: Mapping[str, oracle.Raw], modules: set[str]) -> Counter[str]:

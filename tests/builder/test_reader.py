@@ -125,6 +125,41 @@ def test_a_graph_outside_the_package_is_refused(package: Path) -> None:
             reader.read(package)
 
 
+def test_what_an_overlay_breaks_is_blamed_on_the_overlay(package: Path) -> None:
+    path = package / "overlays" / "mine.json"
+    for content, words in (
+        ({"model": 5}, "with --overlay mine: "),
+        ({"model": {"vocab_size": "x"}}, "with --overlay mine: genai_config.json vocab_size"),
+    ):
+        path.write_text(json.dumps(content))
+        with pytest.raises(Refused) as caught:
+            reader.read(package, "mine")
+        assert str(caught.value).startswith(words)
+    document = config_of(package)
+    document["model"]["context_length"] = "x"
+    rewrite(package, document)
+    with pytest.raises(Refused, match=r"^genai_config\.json context_length"):
+        reader.read(package, "mine")
+
+
+def test_a_read_package_knows_its_overlay(package: Path) -> None:
+    assert reader.read(package).overlay is None
+    plain = reader.read(package, "plain")
+    assert plain.overlay == "plain" and plain.mtp is None
+
+
+def test_outputs_that_configuration_and_graph_rename_alike_are_refused_by_name(package: Path) -> None:
+    """The names agree, and are none that a runtime knows."""
+    document = config_of(package)
+    document["model"]["decoder"]["outputs"]["hidden_states"] = "states"
+    rewrite(package, document)
+    model = onnx.load(package / "model.onnx", load_external_data=False)
+    next(value for value in model.graph.output if value.name == "hidden_states").name = "states"
+    onnx.save(model, package / "model.onnx")
+    with pytest.raises(Refused, match=r"model\.onnx output hidden_states: .*found no such tensor"):
+        reader.read(package)
+
+
 def test_any_missing_or_mistyped_key_is_read_or_refused(package: Path) -> None:
     """Never another exception; and what the runtime relies on is refused."""
     original = config_of(package)

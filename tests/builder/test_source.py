@@ -180,7 +180,7 @@ def test_an_absent_head_is_said_where_it_was_promised(tiny: TinyFactory) -> None
 @pytest.mark.parametrize("kept", [1, 7, 14], ids=lambda count: f"{count} of 15")
 def test_half_a_head_is_refused_with_all_that_is_missing(tiny: TinyFactory, mtp: str, kept: int) -> None:
     """In one line that is not cut short, so that what to fetch again is known at once."""
-    modules = [f"mtp.{module}" for module in MtpHead.MODULES]
+    modules = [f"mtp.{module}" for module in (*MtpHead.MODULES, *MtpHead.MLP)]
     assert len(modules) == 15
 
     def edit(tensors: Tensors, config: Config) -> None:

@@ -31,6 +31,11 @@ LONG = ["x" * 150, "x" * 255, "語" * 85, "🙂" * 63 + "abc", "\udcff" * 200]
 NAMES = [*SHORT, *LONG]
 
 
+def everything(folder: Path) -> bool:
+    """Any folder may be replaced or removed: these tests are about names."""
+    return True
+
+
 def folder(path: Path, content: str) -> Path:
     path.mkdir()
     (path / "file").write_text(content)
@@ -74,14 +79,14 @@ def held(tmp_path: Path) -> Iterator[Path]:
 def test_what_a_killed_run_left_is_removed(tmp_path: Path, name: str) -> None:
     left = partial(tmp_path / name)
     assert len(os.fsencode(left.name)) <= 255
-    assert staging.recover(tmp_path / name) == [f"{left.name} was removed: a killed run had left it"]
+    assert staging.recover(tmp_path / name, everything) == [f"{left.name} was removed: a killed run had left it"]
     assert names(tmp_path) == []
-    assert staging.recover(tmp_path / name) == []
+    assert staging.recover(tmp_path / name, everything) == []
 
 
 def test_what_a_run_works_on_is_left_alone(tmp_path: Path, held: Path) -> None:
     """Until it is gone, by whatever way."""
-    assert staging.recover(tmp_path / "out") == []
+    assert staging.recover(tmp_path / "out", everything) == []
     assert contents(held) == {"file": b"mine"}
     with staging.staging(tmp_path / "out") as second:  # two runs at once do not meet
         assert second != held and sorted(tmp_path.iterdir()) == sorted([second, held])
@@ -96,7 +101,7 @@ def test_a_killed_runs_lock_is_gone_with_it(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
     assert run.returncode == -signal.SIGKILL and len(names(tmp_path)) == 1
-    assert len(staging.recover(tmp_path / "out")) == 1 and names(tmp_path) == []
+    assert len(staging.recover(tmp_path / "out", everything)) == 1 and names(tmp_path) == []
 
 
 def previous(out: Path) -> Path:
@@ -109,15 +114,45 @@ def test_what_was_set_aside_is_put_back_where_its_name_is_free(tmp_path: Path, n
     out = tmp_path / name
     folder(previous(out), "old")
     assert len(os.fsencode(previous(out).name)) <= 255
-    assert staging.recover(out) == [f"{out} was put back: a run was killed while it replaced it"]
+    assert staging.recover(out, everything) == [f"{out} was put back: a run was killed while it replaced it"]
     assert contents(tmp_path) == {f"{name}/file": b"old"}
 
 
 def test_what_was_set_aside_goes_where_the_new_one_is_in_place(tmp_path: Path) -> None:
     folder(tmp_path / "out", "new")
     folder(previous(tmp_path / "out"), "old")
-    assert staging.recover(tmp_path / "out") == []
+    assert staging.recover(tmp_path / "out", everything) == [".previous-out was removed: a killed run had left it"]
     assert contents(tmp_path) == {"out/file": b"new"}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_somebody_elses_folder_of_that_name_is_left_alone(tmp_path: Path, there: bool) -> None:
+    """It is no package, so no run of ours set it aside."""
+    folder(previous(tmp_path / "out"), "thesis")
+    if there:
+        folder(tmp_path / "out", "new")
+    before = contents(tmp_path)
+    assert staging.recover(tmp_path / "out", lambda folder: False) == []
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two renames"])
+def test_what_appears_in_the_last_moment_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    """Between the first look at the target and the swap somebody puts a folder there."""
+    if not swaps:
+        monkeypatch.setattr(staging, "_renameat2", lambda first, second, flags: False)
+    out = tmp_path / "out"
+    for replaceable in (None, lambda folder: (folder / "file").read_bytes() != b"thesis"):
+        with staging.staging(out) as made:
+            (made / "file").write_text("new")
+            folder(out, "thesis")
+            with pytest.raises(FileExistsError):
+                staging.publish(made, out, replaceable)
+            assert (out / "file").read_text() == "thesis" and (made / "file").read_text() == "new"
+        assert names(tmp_path) == ["out"]
+        shutil.rmtree(out)
 
 
 def test_what_is_being_deleted_is_never_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +168,15 @@ def test_what_is_being_deleted_is_never_put_back(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(staging, "_remove", killed)
         with pytest.raises(KeyboardInterrupt), staging.staging(out) as made:
-            staging.publish(made, out)
+            staging.publish(made, out, everything)
     assert not previous(out).exists()
     folder(previous(out), "older")
     with monkeypatch.context() as patch:
         patch.setattr(staging, "_remove", killed)
         with pytest.raises(KeyboardInterrupt):
-            staging.recover(out)
+            staging.recover(out, everything)
     assert not previous(out).exists()
-    assert len(staging.recover(out)) == 2 and names(tmp_path) == ["out"]
+    assert len(staging.recover(out, everything)) == 2 and names(tmp_path) == ["out"]
 
 
 def test_what_was_set_aside_by_a_run_that_goes_on_is_its_own(tmp_path: Path) -> None:
@@ -155,9 +190,8 @@ def test_what_was_set_aside_by_a_run_that_goes_on_is_its_own(tmp_path: Path) -> 
 
         def rename(path: Path, target: Path) -> Path:
             if path == made:
-                code = (
-                    f"from pathlib import Path; from builder import staging; print(staging.recover(Path({str(out)!r})))"
-                )
+                code = "from pathlib import Path; from builder import staging; "
+                code += f"print(staging.recover(Path({str(out)!r}), lambda folder: True))"
                 run = subprocess.run(
                     [sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True
                 )
@@ -165,7 +199,7 @@ def test_what_was_set_aside_by_a_run_that_goes_on_is_its_own(tmp_path: Path) -> 
             return real(path, target)
 
         patch.setattr(Path, "rename", rename)
-        staging.publish(made, out)
+        staging.publish(made, out, everything)
     assert seen == [("[]", sorted([made.name, ".previous-out"]))]
     assert contents(tmp_path) == {"out/file": b"new"}
 
@@ -181,7 +215,7 @@ def test_another_targets_leftovers_are_left_alone(tmp_path: Path, name: str) -> 
         folder(tmp_path / stray, "theirs")
     before = contents(tmp_path)
     assert len(before) == 2 * len(others) + 5
-    assert staging.recover(tmp_path / name) == []
+    assert staging.recover(tmp_path / name, everything) == []
     assert contents(tmp_path) == before
 
 
@@ -195,14 +229,14 @@ def test_only_a_folder_is_a_leftover(tmp_path: Path, kind: str) -> None:
         else:
             path.symlink_to(theirs)
     before = names(tmp_path)
-    assert staging.recover(tmp_path / "out") == []
+    assert staging.recover(tmp_path / "out", everything) == []
     assert names(tmp_path) == before and contents(theirs) == {"file": b"kept"}
 
 
 def test_there_may_be_nothing_to_look_through(tmp_path: Path) -> None:
-    assert staging.recover(tmp_path / "missing" / "out") == []
+    assert staging.recover(tmp_path / "missing" / "out", everything) == []
     (tmp_path / "file").touch()
-    assert staging.recover(tmp_path / "file" / "out") == []
+    assert staging.recover(tmp_path / "file" / "out", everything) == []
 
 
 def without_locks(patch: pytest.MonkeyPatch) -> None:
@@ -218,10 +252,10 @@ def test_without_locks_nothing_is_deleted_on_a_guess(tmp_path: Path, monkeypatch
     left = partial(tmp_path / "out")
     folder(previous(tmp_path / "out"), "old")
     without_locks(monkeypatch)
-    assert staging.recover(tmp_path / "out") == []
+    assert staging.recover(tmp_path / "out", everything) == []
     assert names(tmp_path) == sorted([left.name, ".previous-out"])
     monkeypatch.setattr(staging, "fcntl", None)
-    assert staging.recover(tmp_path / "out") == []
+    assert staging.recover(tmp_path / "out", everything) == []
     assert names(tmp_path) == sorted([left.name, ".previous-out"])
 
 
@@ -236,7 +270,7 @@ def test_without_locks_a_folder_is_published_all_the_same(
     for content in ("first", "second"):
         with staging.staging(tmp_path / "out") as made:
             (made / "file").write_text(content)
-            assert staging.publish(made, tmp_path / "out") is None
+            assert staging.publish(made, tmp_path / "out", everything) is None
         assert contents(tmp_path) == {"out/file": content.encode()}
 
 
@@ -257,7 +291,7 @@ def test_parents_are_made_and_go_with_a_failure(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert names(tmp_path) == []
     with staging.staging(out) as made:
-        staging.publish(made, out)
+        staging.publish(made, out, everything)
     assert out.is_dir()
 
 
@@ -330,7 +364,7 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_a_new_folder_is_renamed(tmp_path: Path, swap: str) -> None:
     with staging.staging(tmp_path / "out") as made:
         (made / "file").write_text("new")
-        assert staging.publish(made, tmp_path / "out") is None
+        assert staging.publish(made, tmp_path / "out", everything) is None
     assert contents(tmp_path) == {"out/file": b"new"}
 
 
@@ -339,7 +373,7 @@ def test_an_old_folder_is_replaced(tmp_path: Path, swap: str) -> None:
     (tmp_path / "out" / "stale").touch()
     with staging.staging(tmp_path / "out") as made:
         (made / "file").write_text("new")
-        said = staging.publish(made, tmp_path / "out")
+        said = staging.publish(made, tmp_path / "out", everything)
     assert contents(tmp_path) == {"out/file": b"new"} and names(tmp_path) == ["out"]
     assert said == (
         None
@@ -402,7 +436,7 @@ def test_a_name_that_cannot_be_flushed_is_taken_back(
     monkeypatch.setattr(staging.files, "sync", sync)
     with pytest.raises(type(fault)), staging.staging(tmp_path / "out") as made:
         (made / "file").write_text("new")
-        staging.publish(made, tmp_path / "out")
+        staging.publish(made, tmp_path / "out", everything)
     assert contents(tmp_path) == ({"out/file": b"old"} if existing else {})
     assert names(tmp_path) == (["out"] if existing else [])
 
@@ -420,7 +454,7 @@ def test_a_second_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(KeyboardInterrupt), staging.staging(tmp_path / "out") as made:
-        staging.publish(made, tmp_path / "out")
+        staging.publish(made, tmp_path / "out", everything)
     assert contents(tmp_path) == {"out/file": b"old"} and names(tmp_path) == ["out"]
 
 

@@ -73,7 +73,7 @@ def watch(step: Steps, exchange: bool) -> None:
         elif event == "open" and isinstance(args[2], int) and args[2] & os.O_ACCMODE != os.O_RDONLY:
             step(f"open {args[0]}")
 
-    write, copy, fsync, swap = os.write, os.copy_file_range, os.fsync, staging._exchange
+    write, copy, fsync, rename = os.write, os.copy_file_range, os.fsync, staging._renameat2
 
     def watched_write(descriptor: int, data: memoryview) -> int:
         step("write", lambda: write(descriptor, data[: len(data) // 2]))
@@ -87,14 +87,19 @@ def watch(step: Steps, exchange: bool) -> None:
         step(f"fsync {os.readlink(f'/proc/self/fd/{descriptor}')}")
         fsync(descriptor)
 
-    def watched_exchange(first: Path, second: Path) -> bool:
-        step("exchange")
-        swapped = exchange and swap(first, second)
-        step("exchanged" if swapped else "not exchanged")
-        return swapped
+    def watched_renaming(first: Path, second: Path, flags: int) -> bool:
+        """With a flag, so without an audit event. Without the call both kinds fall back to plain renames."""
+        kind = "exchange" if flags == staging.RENAME_EXCHANGE else "os.rename"
+        if not exchange:
+            step(f"not {kind}d")
+            return False
+        step(kind if kind == "exchange" else f"{kind} {first}")
+        done = rename(first, second, flags)
+        step(f"{kind}d")
+        return done
 
     os.write, os.copy_file_range, os.fsync = watched_write, watched_copy, watched_fsync  # type: ignore[assignment]
-    staging._exchange = watched_exchange
+    staging._renameat2 = watched_renaming
     sys.addaudithook(audit)
 
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.reference
 FOLDERS = {
     "ct_mixed_dense_vl": {"fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4"},
     "trained_mixed_dense_text": {"fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4"},
+    "trained_ct_moe_text": {"fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4A16"},
     "ct_fp8block_dense_text": {"fp8": "FP8_BLOCK"},
 }
 """The preset of each kind of module in a checkpoint."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from builder.errors import MachineError, Refused
 from fixtures import CHECKPOINTS, TRAINED
 from fixtures.writer import Tiny
 from runtime import Verification, VerifyOptions, fixed_state, memory, verification, verify
+from runtime import reference as reference_module
 from runtime.fixed_state import FixedStates
 from tests.conftest import TinyFactory
 
@@ -131,7 +134,186 @@ def test_a_reference_of_another_layout_or_none_is_refused(trained_folder: Path, 
         verify(trained_folder, VerifyOptions(reference=tmp_path / "none.npz"))
 
 
+Edit = Callable[[dict[str, Any]], Any]
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda a: a.pop("mtp_draft_logits"), "expected mtp_draft_logits, found none"),
+        (lambda a: a.update(mtp_draft_logits=a["mtp_draft_logits"][0]), "mtp_draft_logits: expected 2 or 3 dimensions"),
+        (lambda a: a.update(mtp_draft_logits=a["mtp_draft_logits"][:2]), "mtp_draft_logits: expected (3, 512)"),
+        (lambda a: a.update(mtp_draft_tokens=np.int64(3)), r"mtp_draft_tokens: expected [T] or [1, T], found []"),
+        (lambda a: a.update(mtp_draft_tokens=np.array(["a", "b", "c"])), "mtp_draft_tokens: expected integers"),
+        (lambda a: a.update(input_ids=a["input_ids"] + 0.5), "input_ids: expected integers, found float64"),
+        (lambda a: a.update(input_ids=a["input_ids"][:, :0]), "input_ids: expected at least one token"),
+        (lambda a: a.update(logits=np.array("x")), "logits: expected floating-point numbers"),
+        (lambda a: a.update(logits=np.float32(1)), "logits: expected 2 or 3 dimensions"),
+        (lambda a: a.update(mtp_logits=a["mtp_logits"][:, :5]), "mtp_logits: expected [1, 24, ...]"),
+        (lambda a: a.update(last_hidden_state=a["logits"][0, 0]), "last_hidden_state: expected 2 or 3 dimensions"),
+    ],
+)
+def test_a_reference_of_another_shape_or_type_is_refused_by_array(reference_file: Path, edit: Edit, words: str) -> None:
+    arrays: dict[str, Any] = dict(np.load(reference_file))
+    edit(arrays)
+    np.savez(reference_file, **arrays)
+    with pytest.raises(Refused) as caught:
+        reference_module.read(reference_file)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda a: a.pop("greedy_1"), "expected greedy_1, found none"),
+        (lambda a: a.update(prompt_x=a["prompt_0"]), "prompts 0 to 8, without a gap"),
+        (lambda a: a.pop("prompt_3"), "prompt_7: expected prompts 0 to 6, without a gap"),
+        (lambda a: a.update(greedy_2=a["greedy_2"][None]), "greedy_2: expected [T], at least one token, found [1, 64]"),
+        (lambda a: a.update(prompt_2=a["prompt_2"] * 1.0), "prompt_2: expected integers"),
+        (lambda a: a.update(margin_2=a["margin_2"][:5]), "margin_2: expected [64], found [5]"),
+        (lambda a: a.update(margin_2=a["greedy_2"]), "margin_2: expected floating-point numbers"),
+    ],
+)
+def test_a_reference_of_many_prompts_is_read_as_strictly(tmp_path: Path, edit: Edit, words: str) -> None:
+    arrays: dict[str, Any] = dict(np.load(TRAINED / "reference.npz"))
+    edit(arrays)
+    np.savez(tmp_path / "many.npz", **arrays)
+    with pytest.raises(Refused) as caught:
+        reference_module.read(tmp_path / "many.npz")
+    assert words in str(caught.value)
+
+
+def test_more_drafts_than_the_package_makes_are_compared_as_far_as_it_goes(
+    parity_package: Path, reference_file: Path
+) -> None:
+    arrays = dict(np.load(reference_file))
+    for name in ("mtp_draft_tokens", "mtp_draft_logits"):
+        arrays[name] = np.concatenate([arrays[name]] * 4)[:10]
+    np.savez(reference_file, **arrays)
+    found = verify(parity_package, VerifyOptions(reference=reference_file))
+    assert found.ok and details(found)["reference drafts"].endswith("; 3 of 10 drafts, the package's limit")
+    assert details(found)["reference prompt"] == "24 tokens and 3 of 10 drafts"
+
+
+def test_tokens_that_the_package_does_not_have_are_a_failed_check(
+    parity_package: Path, reference_file: Path, trained_folder: Path, tmp_path: Path
+) -> None:
+    """What was found before is kept, and prompts that can be compared are."""
+    arrays = dict(np.load(reference_file))
+    arrays["input_ids"][0, 0] = 512
+    np.savez(reference_file, **arrays)
+    wrong = failed(verify(parity_package, VerifyOptions(reference=reference_file)))
+    assert wrong.keys() == {"reference prompt"} and "token ids below 512, found 512" in wrong["reference prompt"]
+    many = dict(np.load(TRAINED / "reference.npz"))
+    many["prompt_2"][0] = -1
+    np.savez(tmp_path / "many.npz", **many)
+    found = verify(trained_folder, VerifyOptions(reference=tmp_path / "many.npz"))
+    assert failed(found).keys() == {"reference prompt 2"} and found.exit_code == 1
+    assert details(found)["reference prompt 7"] == "64 tokens equal"
+
+
+def test_a_margin_that_is_no_number_is_no_tie(trained_folder: Path, tmp_path: Path) -> None:
+    many = dict(np.load(TRAINED / "reference.npz"))
+    many["greedy_2"][5] += 1
+    many["margin_2"][5] = np.nan
+    np.savez(tmp_path / "many.npz", **many)
+    assert failed(verify(trained_folder, VerifyOptions(reference=tmp_path / "many.npz"))).keys() == {
+        "reference prompt 2"
+    }
+
+
+# A damaged package is a result, not an error
+
+
+TOKENIZER_DAMAGE: Mapping[str, tuple[str, Callable[[Path], object]]] = {
+    "not a tokenizer": ("tokenizer.json", lambda path: path.write_text("{}")),
+    "not JSON": ("tokenizer_config.json", lambda path: path.write_text("{")),
+    "another model's": (
+        "tokenizer.json",
+        lambda path: path.write_text(re.sub(r'": (\d+)', lambda m: f'": {int(m[1]) + 9000}', path.read_text("utf-8"))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER_DAMAGE)
+def test_a_damaged_tokenizer_is_a_failed_check_among_the_others(
+    trained_folder: Path, tmp_path: Path, name: str
+) -> None:
+    file, damage = TOKENIZER_DAMAGE[name]
+    folder = Path(shutil.copytree(trained_folder, tmp_path / "p"))
+    damage(folder / file)
+    found = verify(folder)
+    assert failed(found).keys() == {"tokenizer", f"file {file}"} and found.exit_code == 1
+    assert "speculative equals plain, prompt 0" in details(found)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"token_ids": [1, 2, 3], "max_new_tokens": 5}\n')
+    assert failed(verify(folder, VerifyOptions(prompts=prompts))).keys() == {"tokenizer", f"file {file}"}
+    prompts.write_text('{"prompt": "class A:"}\n')
+    wrong = failed(verify(folder, VerifyOptions(prompts=prompts)))
+    assert wrong.keys() == {"tokenizer", f"file {file}", "run"} and "cannot be used" in wrong["run"]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("[" * 100_000)])
+def test_a_lost_or_broken_configuration_is_a_failed_check(
+    trained_folder: Path, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    folder = Path(shutil.copytree(trained_folder, tmp_path / "p"))
+    damage(folder / "genai_config.json")
+    found = verify(folder)
+    assert failed(found).keys() == {"file genai_config.json", "configuration", "run"} and found.exit_code == 1
+
+
+def test_a_manifest_that_may_not_be_read_is_the_machines_fault(
+    trained_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of mode 000, which root reads all the same."""
+    read_bytes = Path.read_bytes
+
+    def forbidden(path: Path) -> bytes:
+        if path.name == "manifest.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    found = verify(trained_folder)
+    assert failed(found)["run"] == "not run: the package cannot be read" and found.exit_code == 3
+
+
 # Faults that crash nothing
+
+
+def test_logits_that_are_no_numbers_are_named_in_every_prompt(
+    trained_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both generations choose the same token of a row of NaN."""
+    plain = verification.dump
+
+    def damaged(package: Any, token_ids: Any, *others: Any) -> Any:
+        arrays = plain(package, token_ids, *others)
+        seen.append(len(seen))
+        if len(seen) == 3:
+            arrays["logits"][-1] = np.nan
+        return arrays
+
+    seen: list[int] = []
+    monkeypatch.setattr(verification, "dump", damaged)
+    assert failed(verify(trained_folder)) == {
+        "finite logits": "prompt 2 logits: expected finite numbers, found NaN or infinity; inspect the checkpoint"
+    }
+
+
+def test_nan_between_two_tokens_is_no_tie(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = verification.generate
+
+    def other(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
+        done = generate(package, asks, options)
+        if asks[0].draft_tokens:
+            done.requests[0].token_ids[4] += 1
+        return done
+
+    monkeypatch.setattr(verification, "generate", other)
+    monkeypatch.setattr(verification, "_lead", lambda *arguments: float("nan"))
+    assert failed(verify(trained_folder)).keys() == {"speculative equals plain, prompt 0"}
 
 
 def test_a_state_committed_one_token_late_is_named(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +373,13 @@ def test_a_machine_that_cannot_run_a_damaged_package_finds_the_damage(
     assert verify(folder).exit_code == 1
 
 
+def test_a_prompt_as_long_as_the_context_leaves_room_to_look(tiny: TinyFactory, tmp_path: Path) -> None:
+    builder.export(tiny("modelopt"), tmp_path / "p", builder.ExportOptions(context_length=20))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"token_ids": [1] * 19}))
+    assert failed(verify(tmp_path / "p", VerifyOptions(prompts=prompts))) == {}
+
+
 # Other packages
 
 
@@ -228,8 +417,28 @@ def test_options_that_cannot_be_served_are_refused(trained_folder: Path, tmp_pat
     (tmp_path / "prompts.jsonl").write_text("{}")
     with pytest.raises(Refused, match=r"prompts\.jsonl line 1"):
         verify(trained_folder, VerifyOptions(prompts=tmp_path / "prompts.jsonl"))
+    for content, words in (
+        ('{"token_ids": [1, 99999]}', r"prompts\.jsonl line 1: prompt: expected token ids below"),
+        ("", r"at least one request, found none; check --prompts"),
+    ):
+        (tmp_path / "prompts.jsonl").write_text(content)
+        with pytest.raises(Refused, match=words):
+            verify(trained_folder, VerifyOptions(prompts=tmp_path / "prompts.jsonl"))
+    (tmp_path / "prompts.jsonl").write_bytes(b"\xff")
+    with pytest.raises(Refused, match=r"JSON lines in UTF-8, .*; check --prompts"):
+        verify(trained_folder, VerifyOptions(prompts=tmp_path / "prompts.jsonl"))
+    for floor in (float("nan"), -0.1, 1.1):
+        with pytest.raises(Refused, match="--min-acceptance: expected a share from 0 to 1"):
+            verify(trained_folder, VerifyOptions(min_acceptance=floor))
     with pytest.raises(Refused, match="a package folder"):
         verify(TRAINED)
+
+
+def test_no_drafts_asked_for_is_not_no_head(trained_folder: Path) -> None:
+    asked = "nothing was drafted: --draft-tokens 0 asks for none"
+    found = verify(trained_folder, VerifyOptions(draft_tokens=0))
+    assert found.ok and details(found)["speculation"] == asked
+    assert failed(verify(trained_folder, VerifyOptions(draft_tokens=0, min_acceptance=0.1))) == {"speculation": asked}
 
 
 def test_a_tie_within_rounding_is_shown_and_passes(
