@@ -54,8 +54,8 @@ class MoE:
         graph.experts[kind if reason is None else "float"] += len(experts.gate)
         if reason is None and kind != Dense.kind:
             return ops.qmoe(graph, x, scores, *nvfp4_weights(graph, name, experts), per_token=per_token)
-        if kind != Dense.kind or reason is not None:
-            graph.dequantized[name] = reason or "the op for experts takes no such weights"
+        if reason is not None:
+            graph.dequantized[name] = reason
         gate_up, down = float_weights(graph, name, experts)
         return ops.moe(graph, x, scores, gate_up, down, per_token=per_token)
 
