@@ -362,11 +362,13 @@ class NormEvidence:
         for group, where in (("", "the layers'"), ("mtp.", "the MTP head's")):
             if self.added(group):
                 means = ", ".join(f"{role} {_shown(self.means.get(group + role))}" for role in SIGNS_OF_CONVENTION)
-                lines.append(
-                    f"{where} norm weights look as if 1 was already added (means: {means}): they are read as 1 + w"
-                )
+                how = "used as they are" if "C,K,1" in self.conv_layouts else "read as 1 + w"
+                lines.append(f"{where} norm weights look as if 1 was already added (means: {means}): they are {how}")
         if "C,K,1" in self.conv_layouts:
-            lines.append("conv1d.weight is laid out [C, K, 1], as converters leave it that add 1 to the norms as well")
+            lines.append(
+                "conv1d.weight is laid out [C, K, 1], as converters leave it that add 1 to the norms as well: "
+                "norm weights are used as they are"
+            )
         return lines
 
 

@@ -279,15 +279,16 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "A26",
-        "norms are 1 + w with or without a head, the gated one is plain; layer norms around 1 are a warning, and the"
-        " converted layout is refused by its convolution",
+        "norms are 1 + w with or without a head, the gated one is plain; layer norms around 1 are a warning, and a"
+        " converted checkpoint, told by its convolutions, makes the same initializers",
         (
             f"{MODELS}::test_norms_are_one_plus_w_in_float32_and_the_gated_norm_is_plain",
             f"{GAPS}::test_the_norm_convention_does_not_depend_on_the_head",
             f"{GAPS}::test_norms_that_look_converted_are_exported_with_a_warning",
             f"{GAPS}::test_final_norms_far_from_zero_are_no_sign",
             f"{FINDINGS}::test_a_converters_whole_signature",
-            f"{LINEAR}::test_a_wrong_shape_or_type_is_refused",
+            f"{GAPS}::test_a_converted_checkpoint_makes_the_same_initializers",
+            f"{GAPS}::test_convolutions_of_both_layouts_are_refused",
         ),
     ),
     Case(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 
@@ -29,7 +31,11 @@ class GatedDeltaNet:
         self.in_proj_b = FloatLinear(tensors, "in_proj_b", value_heads, hidden)
         self.in_proj_a = FloatLinear(tensors, "in_proj_a", value_heads, hidden)
         self.out_proj = Linear(tensors, "out_proj", hidden, value_dim)
-        self.conv1d = tensors.tensor("conv1d.weight", (channels, 1, config.linear_conv_kernel_dim))
+        kernel = config.linear_conv_kernel_dim
+        conv1d = tensors.tensor(
+            "conv1d.weight", (channels, kernel, 1) if tensors.whole_norms else (channels, 1, kernel)
+        )
+        self.conv1d = replace(conv1d, shape=(channels, 1, kernel))  # the same bytes in either layout
         self.A_log = tensors.tensor("A_log", (value_heads,))
         self.dt_bias = tensors.tensor("dt_bias", (value_heads,))
         self.norm = tensors.tensor("norm.weight", (config.linear_value_head_dim,))  # plain w, unlike every other norm

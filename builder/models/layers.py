@@ -134,15 +134,21 @@ def float_linear(graph: Graph, x: Value, name: str, weight: QuantTensor, reason:
 
 
 class RMSNorm:
-    """x / rms(x) * (1 + w): this family stores its norm weights around zero. The sum is taken in float32."""
+    """x / rms(x) * (1 + w): this family stores its norm weights around zero. The sum is taken in float32.
+
+    Where a converter has added the 1 already, the stored weight is used as it is.
+    """
 
     def __init__(self, tensors: ModuleTensors, name: str, size: int, epsilon: float) -> None:
         self.name = f"{tensors.prefix}{name}.weight"
         self.weight = tensors.tensor(f"{name}.weight", (size,))
+        self.whole = tensors.whole_norms
         self.epsilon = epsilon
 
     def scale(self, graph: Graph) -> Value:
         ref = self.weight
+        if self.whole:
+            return graph.io_weight(self.name, as_float32(ref))
 
         def plus_one() -> NDArray[np.float32]:
             with np.errstate(invalid="ignore"):  # NaN is refused where weights are placed

@@ -23,7 +23,8 @@ class ModuleTensors:
 
     by_module: tensors by module name and last name part. All views of one checkpoint share the records: `linears`
     (module name to QuantTensor) and `used` (tensor names). read_values: scales are read and checked; without it
-    nothing but headers is.
+    nothing but headers is. whole_norms: norm weights are stored as 1 + w, as converters do that lay convolutions out
+    as [C, K, 1].
     """
 
     by_module: Mapping[str, Mapping[str, TensorRef]]
@@ -31,6 +32,7 @@ class ModuleTensors:
     linears: dict[str, QuantTensor] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     read_values: bool = True
+    whole_norms: bool = False
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorRef], *, read_values: bool = True) -> ModuleTensors:
@@ -38,7 +40,7 @@ class ModuleTensors:
         for name, ref in tensors.items():
             module, _, leaf = name.rpartition(".")
             by_module.setdefault(module, {})[leaf] = ref
-        return cls(by_module, read_values=read_values)
+        return cls(by_module, read_values=read_values, whole_norms=_converted(tensors))
 
     def sub(self, name: str) -> ModuleTensors:
         """The view of a child module; `name` may be dotted."""
@@ -99,3 +101,17 @@ class ModuleTensors:
                 remedy="this variant is not supported",
             )
         return quantized
+
+
+def _converted(tensors: Mapping[str, TensorRef]) -> bool:
+    """Whether every convolution is [C, K, 1]. Raises Refused where some are and some are not."""
+    convolutions = [ref for name, ref in tensors.items() if name.endswith("linear_attn.conv1d.weight")]
+    turned = [ref for ref in convolutions if len(ref.shape) == 3 and ref.shape[1] > 1 and ref.shape[2] == 1]
+    if turned and len(turned) < len(convolutions):
+        raise Refused(
+            f"tensor {turned[0].name}",
+            expected="one layout of all convolutions, [C, 1, K] or [C, K, 1]",
+            found=f"{list(turned[0].shape)} beside the other",
+            remedy="convert the checkpoint again; its norm weights cannot be told from it",
+        )
+    return bool(turned)

@@ -577,3 +577,34 @@ def test_a_file_name_with_a_separator_is_refused(tiny: TinyFactory, name: str, p
     (out / "genai_config.json").write_text(json.dumps(document))
     with pytest.raises(Refused, match="expected a graph file inside the package"):
         reader.read(out)
+
+
+def convert(tensors: Tensors, config: Config) -> None:
+    """What MLX converters do: convolutions as [C, K, 1], and 1 added to every norm but the gated one."""
+    for name in list(tensors):
+        if name.endswith("conv1d.weight"):
+            tensors[name] = np.ascontiguousarray(tensors[name].transpose(0, 2, 1))
+        elif "norm" in name and not name.endswith("linear_attn.norm.weight"):
+            tensors[name] = tensors[name].astype(np.float32) + np.float32(1)
+
+
+def test_a_converted_checkpoint_makes_the_same_initializers(tiny: TinyFactory, tmp_path: Path) -> None:
+    """Case A26. Convention and layout are told by the convolutions, with a head and without."""
+    for mtp in (True, False):
+        plain, converted = (tmp_path / f"{name} {mtp}" for name in ("plain", "converted"))
+        builder.export(tiny("modelopt", Tiny(mtp=mtp)), plain)
+        report = builder.export(tiny("modelopt", Tiny(mtp=mtp), convert), converted)
+        for file in [path.name for path in plain.glob("*.onnx")]:
+            for one, other in zip(*(oracle.graph(at, file).initializer for at in (plain, converted)), strict=True):
+                assert one.name == other.name and list(one.dims) == list(other.dims)
+                assert np.array_equal(oracle.value(plain, one), oracle.value(converted, other)), one.name
+        assert any("norm weights are used as they are" in line for line in report.warnings)
+
+
+def test_convolutions_of_both_layouts_are_refused(tiny: TinyFactory, tmp_path: Path) -> None:
+    def edit(tensors: Tensors, config: Config) -> None:
+        name = "model.layers.1.linear_attn.conv1d.weight"
+        tensors[name] = np.ascontiguousarray(tensors[name].transpose(0, 2, 1))
+
+    with pytest.raises(Refused, match=r"layers\.1\.linear_attn\.conv1d\.weight: expected one layout"):
+        builder.export(tiny("modelopt", edit=edit), tmp_path / "out")
