@@ -84,23 +84,17 @@ def export(
         )
 
     reports = graph_reports(graphs, source)
-    counts, moe = source.parameters, source.config.moe
-    facts = {
-        "parameters": f"{counts['total']:,}, of which a token passes {counts['active']:,}",
-        **({"experts": f"{moe.num_experts} a layer, {moe.num_experts_per_tok} a token"} if moe else {}),
-        "activations": options.activation_dtype,
-        "context": f"{limits.context_length:,} tokens",
-        "drafts per step": limits.max_draft_tokens if source.mtp and options.capacity else 0,
-        "cache block": f"{limits.block_size} tokens",
-        "requests per step": limits.max_batch_size,
-    }
+    facts = _facts(source, limits, options)
     recipe = package.Recipe(
         graphs,
         describe,
         lambda manifest, checks: card(manifest, reports, facts, checks),
         overlays(has_mtp=source.mtp is not None, max_draft_tokens=limits.max_draft_tokens if options.capacity else 0),
         options.recorded(limits),
-        {"parameters": counts, "graphs": {name: asdict(report) for name, report in reports.items() if report}},
+        {
+            "parameters": source.parameters,
+            "graphs": {name: asdict(report) for name, report in reports.items() if report},
+        },
         options.weights,
         options.hash,
     )
@@ -117,6 +111,20 @@ def export(
         skipped_tensors=source.skipped_counts,
         warnings=[*recovered, *source.warnings, *written.warnings],
     )
+
+
+def _facts(source: Source, limits: Limits, options: ExportOptions) -> dict[str, object]:
+    """Lines of the model card's first table."""
+    counts, moe = source.parameters, source.config.moe
+    return {
+        "parameters": f"{counts['total']:,}, of which a token passes {counts['active']:,}",
+        **({"experts": f"{moe.num_experts} a layer, {moe.num_experts_per_tok} a token"} if moe else {}),
+        "activations": options.activation_dtype,
+        "context": f"{limits.context_length:,} tokens",
+        "drafts per step": limits.max_draft_tokens if source.mtp and options.capacity else 0,
+        "cache block": f"{limits.block_size} tokens",
+        "requests per step": limits.max_batch_size,
+    }
 
 
 def build_graphs(source: Source, limits: Limits, options: ExportOptions) -> dict[str, Graph]:
