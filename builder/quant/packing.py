@@ -21,14 +21,33 @@ from builder.quant.tensors import Mxfp4, Nvfp4, QuantTensor
 Made = TypeVar("Made")
 BLOCK = 16
 """Columns under one scale of QMoE's NVFP4."""
+TILE_ROWS = 128
+LINE = 64
+"""A cache line. Rows of a power of two bytes would all fall into the same few sets of the cache; one line more spreads
+them."""
 
 
 def pack_rows(even: NDArray[np.uint8], odd: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """E2M1 codes of even rows [R, K/2] and of odd ones, even column in the low nibble, to [K, R]."""
+    """E2M1 codes of even rows [R, K/2] and of odd ones, even column in the low nibble, to [K, R].
+
+    Some rows at a time, through scratch memory that stays in a core's cache: twice as fast as whole arrays.
+    """
     rows, half = even.shape
     packed = np.empty((half, 2, rows), np.uint8)
-    packed[:, 0] = ((even & 0x0F) | (odd << 4)).T
-    packed[:, 1] = ((even >> 4) | (odd & 0xF0)).T
+    merged = np.empty((TILE_ROWS, half + LINE), np.uint8)[:, :half]
+    shifted = np.empty((TILE_ROWS, half), np.uint8)
+    for start in range(0, rows, TILE_ROWS):
+        tile = slice(start, start + TILE_ROWS)
+        first, second = even[tile], odd[tile]
+        into, other = merged[: len(first)], shifted[: len(first)]
+        np.bitwise_and(first, 0x0F, out=into)
+        np.left_shift(second, 4, out=other)
+        into |= other
+        packed[:, 0, tile] = into.T
+        np.right_shift(first, 4, out=into)
+        np.bitwise_and(second, 0xF0, out=other)
+        into |= other
+        packed[:, 1, tile] = into.T
     return packed.reshape(2 * half, rows)
 
 

@@ -210,15 +210,16 @@ def test_stacked_experts_are_one_run_of_bytes(tmp_path: Path) -> None:
     assert whole(refs[::-1]) is None and source_name(refs[1]) == joined.name
 
 
-def test_rows_are_packed_as_the_plainest_loop_packs_them() -> None:
+@pytest.mark.parametrize("pairs", [3, packing.TILE_ROWS, 2 * packing.TILE_ROWS + 5])
+def test_rows_are_packed_as_the_plainest_loop_packs_them(pairs: int) -> None:
     """Case A32. A byte of column k holds the code of an even row in its low nibble, of the odd one in its high one."""
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 16, (6, 8))
+    codes = rng.integers(0, 16, (2 * pairs, 8))
     stored = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
     packed = packing.pack_rows(stored[::2], stored[1::2])
-    assert packed.shape == (8, 3)
+    assert packed.shape == (8, pairs)
     for k in range(8):
-        for pair in range(3):
+        for pair in range(pairs):
             assert packed[k, pair] == codes[2 * pair, k] + 16 * codes[2 * pair + 1, k]
     by_turns = packing.interleave(np.arange(3), np.arange(10, 13))
     assert by_turns.tolist() == [0, 10, 1, 11, 2, 12]
