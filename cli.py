@@ -276,10 +276,21 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool) -> None:
 @click.option(
     "--requests",
     type=click.Path(path_type=Path),
-    help="JSON lines: token_ids or prompt, max_new_tokens, draft_tokens, arrive_at_step.",
+    help="JSON lines: token_ids or prompt, max_new_tokens, draft_tokens, arrive_at_step, temperature and so on.",
 )
 @click.option("--max-new-tokens", type=int, default=64, show_default=True)
 @click.option("--draft-tokens", type=int, default=0, show_default=True, help="Drafts per step; 0 is plain decoding.")
+@click.option(
+    "--proposer",
+    type=click.Choice(["mtp", "ngram"]),
+    default="mtp",
+    show_default=True,
+    help="Drafts by the package's head, or what followed the last tokens earlier in the text.",
+)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the best token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Sample from so many best tokens; 0 is all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the best that hold this share.")
+@click.option("--seed", type=int, default=0, show_default=True, help="A seed gives one text, with any drafts.")
 @click.option("--ep", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Execution provider.")
 @click.option("--num-blocks", type=int, help="Cache blocks; what the requests need if not given.")
 @click.option("--block-size", type=int, help="Tokens per cache block; the package's if not given.")
@@ -301,6 +312,11 @@ def run(
     requests: Path | None,
     max_new_tokens: int,
     draft_tokens: int,
+    proposer: Any,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
     ep: Any,
     num_blocks: int | None,
     block_size: int | None,
@@ -322,13 +338,16 @@ def run(
     from runtime import generation, recording
 
     tokenizer = _tokenizer(package, quiet)
-    asks = _asks(tokenizer, package, sources, max_new_tokens, draft_tokens)
+    sampling = runtime.SamplingOptions(temperature, top_k, top_p, seed)
+    sampling.check()
+    asks = _asks(tokenizer, package, sources, generation.Ask((), max_new_tokens, draft_tokens, sampling=sampling))
     loaded = runtime.load(package, ep, overlay)
     sizes = runtime.EngineOptions(
         num_blocks=num_blocks,
         block_size=block_size,
         max_batch_size=loaded.package.max_batch_size if max_batch_size is None else max_batch_size,
         max_scheduled_tokens=max_scheduled_tokens,
+        proposer=proposer,
     )
     options = generation.options_for(loaded, asks, sizes)
     if dump:
@@ -358,9 +377,9 @@ def _tokenizer(package: Path, quiet: bool) -> Tokenizer | None:
         return None
 
 
-def _asks(
-    tokenizer: Tokenizer | None, package: Path, sources: dict[str, Any], max_new_tokens: int, draft_tokens: int
-) -> list[Ask]:
+def _asks(tokenizer: Tokenizer | None, package: Path, sources: dict[str, Any], defaults: Ask) -> list[Ask]:
+    from dataclasses import replace
+
     from runtime import generation
     from runtime.text import Tokenizer
 
@@ -368,16 +387,14 @@ def _asks(
         return tokenizer or Tokenizer(package)
 
     if sources["--requests"] is not None:
-        return generation.read_asks(
-            sources["--requests"], max_new_tokens, draft_tokens, lambda text: encoder().encode(text)
-        )
+        return generation.read_asks(sources["--requests"], defaults, lambda text: encoder().encode(text))
     if sources["--prompt"] is not None:
         ids = encoder().encode(sources["--prompt"])
     elif sources["--chat"] is not None:
         ids = encoder().encode_chat(sources["--chat"])
     else:
         ids = _parse_ids(sources["--token-ids"])
-    return [generation.Ask(tuple(ids), max_new_tokens, draft_tokens)]
+    return [replace(defaults, token_ids=tuple(ids))]
 
 
 def _parse_ids(text: str) -> list[int]:

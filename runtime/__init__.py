@@ -7,21 +7,41 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
+    from runtime.failures import FailAt, InjectedFailure
     from runtime.limits import EngineOptions
     from runtime.loading import LoadedPackage, load
+    from runtime.metrics import to_prometheus
     from runtime.request import Request
+    from runtime.sampling import SamplingOptions
     from runtime.verification import Verification, VerifyOptions, verify
 
-__all__ = ["Engine", "EngineOptions", "LoadedPackage", "Request", "Verification", "VerifyOptions", "load", "verify"]
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "FailAt",
+    "InjectedFailure",
+    "LoadedPackage",
+    "Request",
+    "SamplingOptions",
+    "Verification",
+    "VerifyOptions",
+    "load",
+    "to_prometheus",
+    "verify",
+]
 
 _HOMES = {
     "Engine": "runtime.engine",
     "EngineOptions": "runtime.limits",
+    "FailAt": "runtime.failures",
+    "InjectedFailure": "runtime.failures",
     "LoadedPackage": "runtime.loading",
     "Request": "runtime.request",
+    "SamplingOptions": "runtime.sampling",
     "Verification": "runtime.verification",
     "VerifyOptions": "runtime.verification",
     "load": "runtime.loading",
+    "to_prometheus": "runtime.metrics",
     "verify": "runtime.verification",
 }
 

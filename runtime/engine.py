@@ -1,56 +1,89 @@
 """Engine: several requests in one packed batch, step by step, with speculative decoding.
 
-A step: plan, reserve, draft with the head, run the target once, accept, commit. Requests join between steps.
+A step: plan, reserve, draft, run the target once, accept, let the head follow, prepare, commit. Until the commit, any
+failure rolls the step back and it can be repeated. Requests join between steps.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
 from builder.errors import Refused
 from builder.reader import Package
-from runtime import limits
+from runtime import limits, ngram
+from runtime.acceptance import Verdict, accept
 from runtime.blocks import BlockPool
+from runtime.failures import Boundary, Watch
 from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.packing import Array
-from runtime.proposer import MtpProposer
+from runtime.proposer import HeadWork, MtpProposer
 from runtime.request import Request
-from runtime.sampling import greedy, verified
-from runtime.scheduler import RowPlan, plan_step
+from runtime.sampling import GREEDY, SamplingOptions
+from runtime.scheduler import RowPlan, StepLimits, StepPlan, plan_step
 from runtime.target import TargetModel
 from runtime.telemetry import Stats
-from runtime.transaction import Transaction
+from runtime.transaction import RollbackFailed, Transaction
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """Drafts by request, what the head did for them, and the milliseconds it took."""
+
+    tokens: Mapping[Request, Sequence[int]]
+    work: HeadWork
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """How full an engine is."""
+
+    running_requests: int
+    waiting_requests: int
+    free_blocks: int
+    num_blocks: int
 
 
 class Engine:
-    """One target, perhaps its head, and the requests between them."""
+    """One target, perhaps its head, and the requests between them.
 
-    def __init__(self, package: LoadedPackage, options: EngineOptions | None = None) -> None:
+    watch is told of every boundary of every step; what it raises fails the step there (runtime/failures.py).
+    """
+
+    def __init__(
+        self, package: LoadedPackage, options: EngineOptions | None = None, watch: Watch | None = None
+    ) -> None:
         options = options or EngineOptions()
         self.package: Package = package.package
         self.options = options
         self.stats = Stats()
-        self.max_draft_tokens = limits.draft_limit(self.package, options.max_draft_tokens)
+        self.max_draft_tokens = limits.draft_limit(self.package, options.max_draft_tokens, options.proposer)
         block_size = self.package.block_size if options.block_size is None else options.block_size
         limits.check_sizes(options, block_size)
         num_blocks = options.num_blocks or -(-self.package.context_length // block_size)
-        limits.require_memory(self.package, num_blocks * block_size, options.max_batch_size, self.max_draft_tokens > 0)
+        head = self.package.mtp if self.max_draft_tokens and options.proposer == "mtp" else None
+        limits.require_memory(self.package, num_blocks * block_size, options.max_batch_size, head is not None)
         self._pool = BlockPool(num_blocks, block_size)
         self.target = TargetModel(self.package, package.target, num_blocks, block_size, options.max_batch_size)
-        self.proposer: MtpProposer | None = None
-        if self.max_draft_tokens and self.package.mtp:
-            self.proposer = MtpProposer(self.package.mtp, package.mtp(), num_blocks, block_size)
+        self.proposer = MtpProposer(head, package.mtp(), num_blocks, block_size) if head else None
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._max_tokens = limits.step_tokens(self.package, options.max_scheduled_tokens)
+        self._watch = watch
+        self._step_number = -1
+        self._broken: RollbackFailed | None = None
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self._running), len(self._waiting), self._pool.num_free, self._pool.num_blocks)
 
     def submit(
         self,
@@ -58,22 +91,41 @@ class Engine:
         max_new_tokens: int = 64,
         draft_tokens: int = 0,
         stop_token_ids: Sequence[int] | None = None,
+        sampling: SamplingOptions | None = None,
     ) -> Request:
-        """Queues a prompt. stop_token_ids: None is the package's. Raises Refused for one that can never be served."""
-        self.check(token_ids, max_new_tokens, draft_tokens)
+        """Queues a prompt. stop_token_ids: None is the package's; sampling: None is greedy.
+
+        Raises Refused for one that can never be served.
+        """
+        sampling = sampling or GREEDY
+        self.check(token_ids, max_new_tokens, draft_tokens, sampling)
         prompt = tuple(int(token) for token in token_ids)
-        stops = self.package.eos_token_ids if stop_token_ids is None else stop_token_ids
         room = self.package.context_length - len(prompt)
-        request = Request(prompt, min(max_new_tokens, room), draft_tokens, frozenset(stops), self.package.vocab_size)
+        request = Request(
+            prompt,
+            min(max_new_tokens, room),
+            draft_tokens,
+            frozenset(self.package.eos_token_ids if stop_token_ids is None else stop_token_ids),
+            sampling,
+            self.package.vocab_size,
+            self.max_draft_tokens,
+        )
         if room:
             self._waiting.append(request)
         else:
             request.finish_reason = "length"
         return request
 
-    def check(self, token_ids: Sequence[int], max_new_tokens: int, draft_tokens: int) -> None:
+    def check(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        draft_tokens: int,
+        sampling: SamplingOptions | None = None,
+    ) -> None:
         """Raises Refused for a request that can never be served."""
         limits.check_request(token_ids, max_new_tokens, self.package)
+        (sampling or GREEDY).check()
         if not 0 <= draft_tokens <= self.max_draft_tokens:
             raise Refused(
                 "--draft-tokens",
@@ -91,103 +143,176 @@ class Engine:
             )
 
     def step(self) -> dict[Request, list[int]]:
-        """Runs one step; returns the tokens that each request gained in it."""
-        self._retire()
-        self._admit()
-        if not self._running:
-            return {}
-        plan = plan_step(self._running, self._max_tokens, self.max_draft_tokens)
-        plan.sort(key=lambda row: row.request.slot or 0)
-        with Transaction(plan, self.target.states) as transaction:
-            drafts = self._draft(plan)
-            logits, hidden = self.target.run(
-                transaction.segments(drafts), transaction.view, transaction.capture_counts()
-            )
-            gained = _accept(plan, drafts, logits)
-            kept = [row.num_tokens + max(0, len(gained.get(row.request, ())) - 1) for row in plan]
-            transaction.commit(kept)
-        self.stats.target_forward_passes += 1
-        for row in plan:
-            self._deliver(row, drafts.get(row.request, []), gained.get(row.request, []))
-        if self.proposer:
-            self._feed_head(self.proposer, plan, kept, hidden)
-        self._retire()
-        return gained
+        """Runs one step; returns the tokens that each request gained in it.
 
-    def _admit(self) -> None:
-        """Takes waiting requests in order while a slot and their blocks can be had."""
-        while self._waiting and len(self._running) < self.options.max_batch_size:
-            table = self._pool.open_table(self._waiting[0].max_cached)
-            if table is None:
-                return
-            request = self._waiting.popleft()
-            request.table = table
-            companion = self._running[0].slot if self._running else None
-            request.slot = self.target.states.take(companion) if self.target.states else None
-            self._running.append(request)
+        An exception leaves everything as before the step, but for requests that had lost their blocks to it: those
+        wait to be fed anew. After RollbackFailed only `reset` helps.
+        """
+        if self._broken:
+            raise self._broken
+        self._step_number += 1
+        self._retire()
+        proposals = self._known_proposals()
+        plan = self._plan(proposals)
+        self._reach("plan")
+        for request in plan.preempted:
+            self.preempt(request)
+        if not plan.rows:
+            return {}
+        try:
+            return self._run(plan.rows, proposals)
+        except RollbackFailed as failure:
+            self._broken = failure
+            raise
+        except BaseException:
+            self.stats.aborted_steps += 1
+            raise
+
+    def _run(self, rows: Sequence[RowPlan], proposals: Mapping[Request, Sequence[int]]) -> dict[Request, list[int]]:
+        """One transaction: everything that may fail comes before its commit."""
+        with Transaction(rows, self._pool, self.target.states, self._reach) as transaction:
+            transaction.reserve(self._running[0].slot if self._running else None)
+            drafted = self._draft(rows, proposals)
+            self._reach("draft")
+            logits, hidden = self.target.run(
+                transaction.segments(drafted.tokens), transaction.view, transaction.capture_counts()
+            )
+            self._reach("run")
+            verdicts = accept(rows, drafted.tokens, logits)
+            self._reach("accept")
+            followed = self._follow(rows, verdicts, hidden)
+            self._reach("follow")
+            kept = [verdict.kept for verdict in verdicts]
+            transaction.prepare(kept)
+            self._reach("prepare")
+            transaction.commit(kept)
+        self._publish(rows, verdicts)
+        self._count(rows, verdicts, drafted, followed)
+        self._retire()
+        return {row.request: list(verdict.tokens) for row, verdict in zip(rows, verdicts, strict=True) if row.samples}
+
+    def preempt(self, request: Request) -> None:
+        """Takes a running request's blocks and slot; it goes on, fed anew, as soon as there is room."""
+        if request not in self._running:
+            return
+        self._running.remove(request)
+        self._give_back(request)
+        request.forget_cached()
+        request.stats.preemptions += 1
+        self.stats.preemptions += 1
+        self._waiting.appendleft(request)
+
+    def reset(self) -> None:
+        """Cancels every request and mends a failed rollback. Sessions, caches, prepared runs and counters stay."""
+        for request in (*self._waiting, *self._running):
+            request.cancel()
+            request.forget_cached()
+        self._waiting.clear()
+        self._running.clear()
+        self._pool = BlockPool(self._pool.num_blocks, self._pool.block_size)
+        if self.target.states:
+            self.target.states.reset()
+        self._broken = None
+
+    def _reach(self, boundary: Boundary) -> None:
+        if self._watch:
+            self._watch(boundary, self._step_number)
+
+    def _plan(self, proposals: Mapping[Request, Sequence[int]]) -> StepPlan:
+        def wanted(request: Request) -> int:
+            if request in proposals:
+                return len(proposals[request])
+            return request.draft_tokens if self.proposer and self._may_draft(request) else 0
+
+        room = StepLimits(
+            self._max_tokens,
+            self.options.max_batch_size,
+            self.max_draft_tokens,
+            self._pool.num_free,
+            self._pool.block_size,
+        )
+        return plan_step(self._running, self._waiting, room, wanted)
+
+    def _known_proposals(self) -> dict[Request, Sequence[int]]:
+        """Drafts that are known before the step: the caller's own, else what the text itself proposes."""
+        proposals: dict[Request, Sequence[int]] = {}
+        for request in self._running:
+            if request.proposed is not None:
+                proposals[request] = request.proposed
+            elif self.options.proposer == "ngram" and self._may_draft(request):
+                proposals[request] = ngram.propose(request.known(0, request.num_known), request.draft_tokens)
+        return proposals
+
+    @staticmethod
+    def _may_draft(request: Request) -> bool:
+        return request.draft_tokens > 0 and not request.is_prefill and request.drafting_off is None
+
+    def _draft(self, rows: Sequence[RowPlan], proposals: Mapping[Request, Sequence[int]]) -> _Drafted:
+        """Drafts of every decode row: those known already where there are any, else the head's."""
+        started = time.perf_counter()
+        decodes = [row for row in rows if not row.is_prefill]
+        given = {row.request: proposals[row.request][: row.num_drafts] for row in decodes if row.request in proposals}
+        work = HeadWork({}, ())
+        if self.proposer and decodes:
+            rest = [replace(row, num_drafts=0) if row.request in given else row for row in decodes]
+            work = self.proposer.draft(rest)
+        milliseconds = 1000 * (time.perf_counter() - started)
+        return _Drafted(
+            {request: tokens for request, tokens in given.items() if tokens} | work.drafts, work, milliseconds
+        )
+
+    def _follow(self, rows: Sequence[RowPlan], verdicts: Sequence[Verdict], hidden: Array) -> HeadWork:
+        """Hands hidden rows that will be kept to the head: prompt rows are fed at once, others at the next stage 0.
+
+        So does the last row of a prompt, whose next token has only just been chosen.
+        """
+        if not self.proposer:
+            return HeadWork({}, ())
+        start = 0
+        for row, verdict in zip(rows, verdicts, strict=True):
+            if not verdict.finish_reason:
+                row.request.unread_hidden.append(hidden[start : start + verdict.kept].copy())
+            start += row.length
+        return self.proposer.follow([row.request for row in rows if row.is_prefill])
+
+    def _publish(self, rows: Sequence[RowPlan], verdicts: Sequence[Verdict]) -> None:
+        """Admits the new requests and delivers the tokens."""
+        for row, verdict in zip(rows, verdicts, strict=True):
+            request = row.request
+            if row.admitted:
+                self._waiting.remove(request)
+                self._running.append(request)
+            if not row.is_prefill:
+                request.proposed = None  # meant for this step, also where it had no room for drafts
+            request.token_ids += verdict.tokens
+            request.finish_reason = request.finish_reason or verdict.finish_reason
+
+    def _count(
+        self, rows: Sequence[RowPlan], verdicts: Sequence[Verdict], drafted: _Drafted, followed: HeadWork
+    ) -> None:
+        """Adds the committed step to the counters of engine and requests."""
+        self.stats.target_forward_passes += 1
+        self.stats.draft_forward_passes += len(drafted.work.runs) + len(followed.runs)
+        for request in (request for run in (*drafted.work.runs, *followed.runs) for request in run):
+            request.stats.draft_forward_passes += 1
+        total = sum(len(verdict.drafts) for verdict in verdicts)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            row.request.stats.target_forward_passes += 1
+            if verdict.drafts:
+                stopped = verdict.accepted == len(verdict.tokens)
+                for stats in (self.stats, row.request.stats):
+                    stats.record_round(len(verdict.drafts), verdict.accepted, verdict.discarded, stopped=stopped)
+                    stats.total_draft_ms += drafted.milliseconds * len(verdict.drafts) / total
 
     def _retire(self) -> None:
         for request in [request for request in self._running if request.finish_reason]:
             self._running.remove(request)
-            if request.table:
-                request.table.close()
-            if self.target.states and request.slot is not None:
-                self.target.states.give_back(request.slot)
+            self._give_back(request)
             request.unread_hidden = []
         self._waiting = deque(request for request in self._waiting if not request.finish_reason)
 
-    def _draft(self, plan: Sequence[RowPlan]) -> dict[Request, list[int]]:
-        """Drafts of every decode row: the caller's own where given, else the head's."""
-        decodes = [row for row in plan if not row.is_prefill]
-        own = {row.request: list(row.request.proposed[: row.num_drafts]) for row in decodes if row.request.proposed}
-        drafts = {request: tokens for request, tokens in own.items() if tokens}
-        if self.proposer and decodes:
-            rows = [replace(row, num_drafts=0) if row.request in own else row for row in decodes]
-            drafts |= self.proposer.draft(rows, self.stats)
-        return drafts
-
-    def _deliver(self, row: RowPlan, drafts: list[int], tokens: list[int]) -> None:
-        request = row.request
-        request.token_ids += tokens
-        if not row.is_prefill:
-            request.proposed = None  # meant for this step, also where it had no room for drafts
-        if drafts:
-            accepted = sum(1 for draft, token in zip(drafts, tokens, strict=False) if draft == token)
-            stopped = accepted == len(tokens)
-            evaluated = self.stats.record_round(len(drafts), accepted, stopped=stopped)
-            request.counts.proposed += len(drafts)
-            request.counts.evaluated += evaluated
-            request.counts.accepted += accepted
-        if tokens and tokens[-1] in request.stop_token_ids:
-            request.finish_reason = "stop"
-        elif len(request.token_ids) == request.max_new_tokens:
-            request.finish_reason = "length"
-
-    def _feed_head(self, proposer: MtpProposer, plan: Sequence[RowPlan], kept: Sequence[int], hidden: Array) -> None:
-        """Hands committed hidden rows to the head: prompt rows are fed at once, decode rows wait for the next stage 0.
-
-        So does the last row of a prompt, whose next token has only just been chosen.
-        """
-        start = 0
-        for row, count in zip(plan, kept, strict=True):
-            if not row.request.finish_reason:
-                row.request.unread_hidden.append(hidden[start : start + count].copy())
-            start += row.length
-        proposer.prime([row.request for row in plan if row.is_prefill], self.stats)
-
-
-def _accept(plan: Sequence[RowPlan], drafts: Mapping[Request, list[int]], logits: Array) -> dict[Request, list[int]]:
-    """The tokens each request gains: verified drafts and the target's next one, cut after the first stop id."""
-    ends = accumulate(row.length for row in plan)
-    wanted = [
-        range(end - 1 - row.num_drafts, end) if row.samples else range(0) for row, end in zip(plan, ends, strict=True)
-    ]
-    indices = [index for rows in wanted for index in rows]
-    chosen = iter(greedy(logits if len(indices) == len(logits) else logits[indices]))
-    gained: dict[Request, list[int]] = {}
-    for row, rows in zip(plan, wanted, strict=True):
-        if row.samples:
-            tokens = verified(drafts.get(row.request, ()), [next(chosen) for _ in rows])
-            stop = next((i for i, token in enumerate(tokens) if token in row.request.stop_token_ids), len(tokens))
-            gained[row.request] = tokens[: stop + 1]
-    return gained
+    def _give_back(self, request: Request) -> None:
+        if request.table:
+            request.table.shrink(0)
+        if self.target.states and request.slot is not None:
+            self.target.states.give_back(request.slot)

@@ -89,6 +89,8 @@ class FixedStates:
         self._recurrent = np.zeros((2, layers, num_slots, *geometry.recurrent), np.float32)
         self._outer = np.empty((layers, *geometry.recurrent), np.float32)
         self._active = [0] * num_slots
+        self._generation = [0] * num_slots
+        self._reserved: tuple[int, ...] = ()
         self._free = list(range(num_slots - 1, -1, -1))
         self._stages: dict[int, Stage] = {}
         self._views: dict[tuple[int, ...], StateView] = {}
@@ -102,6 +104,7 @@ class FixedStates:
         slot = self._free.pop()
         bank = 0 if in_step_with is None else self._active[in_step_with]
         self._active[slot] = bank
+        self._generation[slot] += 1
         self._conv[bank, :, slot] = 0
         self._recurrent[bank, :, slot] = 0
         return slot
@@ -114,6 +117,7 @@ class FixedStates:
     def view(self, slots: Sequence[int]) -> StateView:
         """The step's arrays for these slots in row order: views of the banks where possible, gathered copies else."""
         slots = tuple(slots)
+        self._reserved = self._generations(slots)
         bank = self._active[slots[0]]
         side_by_side = slots == tuple(range(slots[0], slots[0] + len(slots)))
         if side_by_side and all(self._active[slot] == bank for slot in slots):
@@ -213,7 +217,20 @@ class FixedStates:
         deltas = capsule[:, second:].reshape(layers, capacity, heads, value_dim)
         return decays, np.repeat(keys, heads // geometry.key_heads, axis=2), deltas
 
+    def reset(self) -> None:
+        """Takes every slot back."""
+        self._free = list(range(len(self._active) - 1, -1, -1))
+
+    def _generations(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """How often each slot was taken or committed; what was prepared for one generation fits no other."""
+        return tuple(self._generation[slot] for slot in slots)
+
     def commit(self, view: StateView) -> None:
-        """Swaps the banks of the view's slots. Cannot fail."""
+        """Swaps the banks of the view's slots. Cannot fail, but for a view that is not the newest: a slot of it was
+        taken or committed since, or another view made.
+        """
+        if self._generations(view.slots) != self._reserved:
+            raise AssertionError("the slots were taken or committed since this step began")
         for slot in view.slots:
             self._active[slot] ^= 1
+            self._generation[slot] += 1

@@ -17,6 +17,7 @@ from runtime.engine import Engine
 from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.request import Request
+from runtime.sampling import GREEDY, SamplingOptions
 from runtime.telemetry import Stats
 
 Encode = Callable[[str], list[int]]
@@ -32,17 +33,26 @@ class Line(BaseModel):
     max_new_tokens: int | None = None
     draft_tokens: int | None = None
     arrive_at_step: int = Field(0, ge=0)
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A generation that is wanted: prompt tokens, limits, the engine step at which it joins, and where it was asked."""
+    """A generation that is wanted: prompt tokens, limits, the engine step at which it joins, where it was asked, and
+    how its tokens are chosen.
+    """
 
     token_ids: tuple[int, ...]
     max_new_tokens: int
     draft_tokens: int
     arrive_at_step: int = 0
     place: str = ""
+    sampling: SamplingOptions = GREEDY
 
 
 @dataclass(frozen=True)
@@ -58,25 +68,21 @@ class Generation:
         return sum(len(request.token_ids) for request in self.requests)
 
 
-def read_asks(
-    path: Path, max_new_tokens: int, draft_tokens: int, encode: Encode, option: str = "--requests"
-) -> list[Ask]:
-    """Reads JSON lines; a line's own limits win over the defaults. Raises Refused naming the line, or the option."""
+def read_asks(path: Path, defaults: Ask, encode: Encode, option: str = "--requests") -> list[Ask]:
+    """Reads JSON lines; what a line says wins over the defaults. Raises Refused naming the line, or the option."""
     try:
         lines = path.read_text("utf-8-sig").split("\n")  # splitlines() would also split inside a JSON string
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(path, expected="JSON lines in UTF-8", found=str(error), remedy=f"check {option}") from None
     asks = [
-        _ask(f"{path} line {number}", line, max_new_tokens, draft_tokens, encode)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
+        _ask(f"{path} line {number}", line, defaults, encode) for number, line in enumerate(lines, 1) if line.strip()
     ]
     if not asks:
         raise Refused(path, expected="at least one request", found="none", remedy=f"check {option}")
     return asks
 
 
-def _ask(where: str, text: str, max_new_tokens: int, draft_tokens: int, encode: Encode) -> Ask:
+def _ask(where: str, text: str, defaults: Ask, encode: Encode) -> Ask:
     try:
         line = Line.model_validate_json(text)
     except ValidationError as error:
@@ -88,13 +94,9 @@ def _ask(where: str, text: str, max_new_tokens: int, draft_tokens: int, encode: 
     if (line.token_ids is None) == (line.prompt is None):
         raise Refused(where, expected="either token_ids or prompt", found="both or neither", remedy="mend the line")
     ids = line.token_ids if line.token_ids is not None else encode(line.prompt or "")
-    return Ask(
-        tuple(ids),
-        max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
-        draft_tokens if line.draft_tokens is None else line.draft_tokens,
-        line.arrive_at_step,
-        where,
-    )
+    own = line.model_dump(exclude_none=True, exclude={"token_ids", "prompt"})
+    sampling = {name: own.pop(name) for name in vars(defaults.sampling) if name in own}
+    return replace(defaults, token_ids=tuple(ids), place=where, sampling=replace(defaults.sampling, **sampling), **own)
 
 
 def options_for(package: LoadedPackage, asks: Sequence[Ask], options: EngineOptions) -> EngineOptions:
@@ -117,7 +119,7 @@ def generate(
     engine = Engine(package, options)
     for ask in asks:
         try:
-            engine.check(ask.token_ids, ask.max_new_tokens, ask.draft_tokens)
+            engine.check(ask.token_ids, ask.max_new_tokens, ask.draft_tokens, ask.sampling)
         except Refused as refusal:
             raise (refusal.within(f"{ask.place}:") if ask.place else refusal) from None
     pending = sorted(range(len(asks)), key=lambda index: asks[index].arrive_at_step)
@@ -131,7 +133,7 @@ def generate(
         while pending and asks[pending[0]].arrive_at_step <= step:
             index = pending.pop(0)
             ask = asks[index]
-            requests[index] = engine.submit(ask.token_ids, ask.max_new_tokens, ask.draft_tokens)
+            requests[index] = engine.submit(ask.token_ids, ask.max_new_tokens, ask.draft_tokens, sampling=ask.sampling)
         engine.step()
         step += 1
         progress("generating", sum(len(request.token_ids) for request in requests.values()), total)
@@ -147,9 +149,11 @@ def to_json(generation: Generation, texts: Sequence[str | None]) -> dict[str, An
                 "token_ids": request.token_ids,
                 "text": text,
                 "finish_reason": request.finish_reason,
-                "drafts_proposed": request.counts.proposed,
-                "drafts_evaluated": request.counts.evaluated,
-                "drafts_accepted": request.counts.accepted,
+                "drafts_proposed": request.stats.draft_tokens_proposed,
+                "drafts_evaluated": request.stats.draft_tokens_evaluated,
+                "drafts_accepted": request.stats.draft_tokens_accepted,
+                "drafting_off": request.drafting_off,
+                "stats": request.stats.to_json(),
             }
             for request, text in zip(generation.requests, texts, strict=True)
         ],

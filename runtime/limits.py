@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from builder import contract
 from builder.errors import Refused
@@ -14,6 +15,10 @@ from runtime.fixed_state import StateGeometry
 FLOAT_BYTES = 4
 MAX_LOGITS_BYTES = 1 << 28
 """The target makes one row of logits per packed token; prompts are cut so that a step's logits stay below this."""
+
+
+Proposer = Literal["mtp", "ngram"]
+"""Where drafts come from: the package's head, or earlier text (no head is loaded)."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,19 @@ class EngineOptions:
     max_batch_size: int = 8
     max_scheduled_tokens: int = 2048
     max_draft_tokens: int | None = None
+    proposer: Proposer = "mtp"
 
 
-def draft_limit(package: Package, asked: int | None) -> int:
-    """Drafts per request and step: what is asked for, or the package's limit. Raises Refused beyond it."""
+def draft_limit(package: Package, asked: int | None, proposer: Proposer = "mtp") -> int:
+    """Drafts per request and step: what is asked for, or the limit of package and proposer. Raises Refused beyond it.
+
+    A head is promised for max_draft_tokens drafts; any others are bounded by what can be captured, the anchor included.
+    """
+    if proposer not in get_args(Proposer):
+        raise Refused("--proposer", expected="mtp or ngram", found=proposer, remedy="choose one of them")
     limit = package.max_draft_tokens if package.mtp and package.capacity else 0
+    if proposer == "ngram":
+        limit = max(0, package.capacity - 1)
     if asked is None:
         return limit
     if not 0 <= asked <= limit:

@@ -22,7 +22,6 @@ from runtime.request import Request, table_of
 from runtime.sampling import greedy
 from runtime.scheduler import RowPlan
 from runtime.session import Session
-from runtime.telemetry import Stats
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,14 @@ class HeadRows:
     @property
     def segment(self) -> Segment:
         return Segment(self.token_ids, self.past_length, table_of(self.request).blocks)
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """Drafts by request, and who took part in each run of the head."""
+
+    drafts: dict[Request, list[int]]
+    runs: tuple[tuple[Request, ...], ...]
 
 
 class MtpProposer:
@@ -81,26 +88,28 @@ class MtpProposer:
         )
         return Prepared(batch, extra, logits, hidden, bound)
 
-    def prime(self, requests: Sequence[Request], stats: Stats) -> None:
-        """Feeds prompt rows whose next token is known from the prompt; the last row of a prompt is held for stage 0."""
-        fed = [(request, len(request.prompt) - 1 - request.head_length) for request in requests]
+    def follow(self, requests: Sequence[Request]) -> HeadWork:
+        """Feeds rows of prompts whose next token is known already; the last row of a prompt is held for stage 0."""
+        fed = [(request, request.prefill_end - 1 - request.head_length) for request in requests]
         rows = [unread_rows(request, limit) for request, limit in fed if request.unread_hidden and limit > 0]
-        if rows:
-            self._feed(rows, stats)
+        if not rows:
+            return HeadWork({}, ())
+        self._feed(rows)
+        return HeadWork({}, (tuple(row.request for row in rows),))
 
-    def _feed(self, rows: Sequence[HeadRows], stats: Stats) -> Prepared:
+    def _feed(self, rows: Sequence[HeadRows]) -> Prepared:
         prepared = self.run([row.segment for row in rows], [row.hidden for row in rows])
-        stats.draft_forward_passes += 1
-        for row in rows:  # only now: after a failure the same rows are fed again
+        for row in rows:
             row.request.mark_read(len(row.token_ids))
         return prepared
 
-    def draft(self, plans: Sequence[RowPlan], stats: Stats) -> dict[Request, list[int]]:
+    def draft(self, plans: Sequence[RowPlan]) -> HeadWork:
         """plan.num_drafts drafts for each decode row. Every row's head catches up, also one that drafts nothing."""
         rows = [unread_rows(plan.request) for plan in plans if plan.request.unread_hidden]
         if not rows:
-            return {}
-        run = self._feed(rows, stats)
+            return HeadWork({}, ())
+        run = self._feed(rows)
+        runs = [tuple(row.request for row in rows)]
         last = [end - 1 for end in accumulate(len(row.token_ids) for row in rows)]
         chosen, hidden = greedy(run.logits[last]), run.hidden[last]
         wanted = {plan.request: plan.num_drafts for plan in plans if plan.num_drafts}
@@ -114,11 +123,11 @@ class MtpProposer:
                 run = self.run_on(run, segments, [drafts[request][-1] for request in active])
             else:
                 run = self.run(segments, [states[request] for request in active])
-            stats.draft_forward_passes += 1
+            runs.append(tuple(active))
             states = {request: run.hidden[i : i + 1].copy() for i, request in enumerate(active)}
             for request, token in zip(active, greedy(run.logits), strict=True):
                 drafts[request].append(token)
-        return drafts
+        return HeadWork(drafts, tuple(runs))
 
 
 def chained(request: Request, draft: int, stage: int) -> Segment:

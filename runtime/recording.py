@@ -49,7 +49,9 @@ def dump(
     mtp_draft_logits [K, vocab] of the first chain. All float32.
     """
     with_head = package.package.mtp is not None and package.package.max_draft_tokens > 0
-    engine = Engine(package, replace(options, max_draft_tokens=max(1, draft_tokens) if with_head else 0))
+    engine = Engine(
+        package, replace(options, proposer="mtp", max_draft_tokens=max(1, draft_tokens) if with_head else 0)
+    )
     target_rows: list[Row] = []
     head_rows: list[Row] = []
     engine.target.on_run = lambda segments, outputs: target_rows.extend(rows_of(segments[0], outputs))

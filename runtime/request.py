@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from builder.errors import Refused
 from runtime.blocks import BlockTable
-from runtime.telemetry import DraftCounts
+from runtime.sampling import GREEDY, SamplingOptions
+from runtime.telemetry import Stats
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -20,25 +21,56 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class Request:
     """token_ids are the generated ones. num_cached tokens are committed to cache and states; between decode steps that
     is every known token but the newest. head_length rows are committed to the MTP head's cache.
+
+    Tokens before prefill_end are fed as prompt: the prompt, or all that was known when the request lost its blocks.
     """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     draft_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingOptions = GREEDY
     vocab_size: int = 1 << 31
+    max_draft_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    counts: DraftCounts = field(default_factory=DraftCounts)
+    stats: Stats = field(default_factory=Stats)
     num_cached: int = 0
+    prefill_end: int = 0
     table: BlockTable | None = None
     slot: int | None = None
     head_length: int = 0
     unread_hidden: list[NDArray[Any]] = field(default_factory=list)
     proposed: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        self.prefill_end = self.prefill_end or len(self.prompt)
+
+    @property
+    def drafting_off(self) -> str | None:
+        """The option that keeps this request from drafting, or None."""
+        return self.sampling.drafting_off
+
+    def set_draft_tokens(self, draft_tokens: int) -> None:
+        """Drafts per step from the next step on. Raises Refused beyond the engine's limit."""
+        if not 0 <= draft_tokens <= self.max_draft_tokens:
+            raise Refused(
+                "--draft-tokens",
+                expected=f"0 to {self.max_draft_tokens}, the limit of package and engine",
+                found=draft_tokens,
+                remedy="ask for fewer",
+            )
+        self.draft_tokens = draft_tokens
+
     def propose(self, token_ids: Sequence[int]) -> None:
-        """Drafts of the caller's own for the next decode step, instead of the head's. Raises Refused for non-tokens."""
+        """Drafts of the caller's own for the next decode step, instead of the engine's.
+
+        Raises Refused for non-tokens, and for a request that its sampling options keep from drafting.
+        """
+        if self.drafting_off:
+            raise Refused(
+                "proposal", expected="a request that may draft", found=self.drafting_off, remedy="leave the option out"
+            )
         bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if bad is not None:
             raise Refused("proposal", expected=f"token ids below {self.vocab_size}", found=bad, remedy="propose tokens")
@@ -48,10 +80,16 @@ class Request:
         """Ends the request at the next step."""
         self.finish_reason = self.finish_reason or "cancelled"
 
+    def forget_cached(self) -> None:
+        """Its blocks and slot are gone: everything known is to be fed anew, as a prompt."""
+        self.table, self.slot = None, None
+        self.num_cached, self.head_length, self.unread_hidden = 0, 0, []
+        self.prefill_end = self.num_known
+
     @property
     def is_prefill(self) -> bool:
         """From state, never from a row's length: the last chunk of a prompt may be one token long."""
-        return self.num_cached < len(self.prompt)
+        return self.num_cached < self.prefill_end
 
     @property
     def num_known(self) -> int:

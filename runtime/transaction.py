@@ -1,32 +1,60 @@
-"""Transaction: one step's hold on blocks and states, from reservation to commit or rollback.
+"""Transaction: one step's hold on blocks, slots and states, from reservation to commit or rollback.
 
-Used as a context manager: leaving it without `commit` returns every block the step reserved and hands the head's rows
-back to be fed again; the states' active banks were never written, so the engine is as before the step.
+Used as a context manager: leaving it without `commit` gives back every block and slot that the step took and hands the
+head's rows back to be fed again. The states' active banks and committed cache rows are never written by a step, so the
+engine is then as before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
+from builder.errors import MachineError
+from runtime.blocks import BlockPool, BlockTable
+from runtime.failures import Boundary
 from runtime.fixed_state import FixedStates, StateView
-from runtime.packing import Segment
+from runtime.packing import Array, Segment
 from runtime.request import Request, slot_of, table_of
 from runtime.scheduler import RowPlan
 
 
-class Transaction:
-    """Reserves blocks for all rows, drafts included, and the state view of their slots."""
+class RollbackFailed(MachineError):
+    """What a failed step held could not be given back; only Engine.reset() mends that."""
 
-    def __init__(self, plan: Sequence[RowPlan], states: FixedStates | None) -> None:
-        self.plan = plan
+
+@dataclass(frozen=True)
+class _Before:
+    """What a step may change of a request before its commit."""
+
+    num_blocks: int
+    head_length: int
+    unread_hidden: list[Array]
+
+    @classmethod
+    def of(cls, request: Request) -> _Before:
+        blocks = len(request.table.blocks) if request.table else 0
+        return cls(blocks, request.head_length, list(request.unread_hidden))
+
+
+class Transaction:
+    """reserve, then run what is to run, then prepare and commit. reach is told of every boundary."""
+
+    def __init__(
+        self,
+        rows: Sequence[RowPlan],
+        pool: BlockPool,
+        states: FixedStates | None,
+        reach: Callable[[Boundary], None],
+    ) -> None:
+        self.rows = rows
+        self.view: StateView | None = None
+        self._pool = pool
         self._states = states
+        self._reach = reach
+        self._before: dict[Request, _Before] = {}
         self._committed = False
-        self._head_before = {row.request: (row.request.head_length, list(row.request.unread_hidden)) for row in plan}
-        self.view: StateView | None = states.view([slot_of(row.request) for row in plan]) if states else None
-        self._blocks_before = {
-            row.request: table_of(row.request).grow(row.request.num_cached + row.length) for row in plan
-        }
 
     def __enter__(self) -> Transaction:
         return self
@@ -34,16 +62,45 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._committed:
-            for request, blocks in self._blocks_before.items():
-                table_of(request).shrink(blocks)
-            for request, (length, unread) in self._head_before.items():
-                request.head_length, request.unread_hidden = length, unread
+        if self._committed:
+            return
+        try:
+            self._reach("rollback")
+            self._roll_back()
+        except Exception as failure:
+            raise RollbackFailed(
+                f"a step failed ({error}), and so did giving back what it held ({failure}); call Engine.reset()"
+            ) from failure
 
-    def segments(self, drafts: dict[Request, list[int]]) -> list[Segment]:
+    def reserve(self, in_step_with: int | None) -> None:
+        """Takes blocks for all rows, drafts included, and slots for new requests, on the bank of `in_step_with`."""
+        for row in self.rows:
+            request = row.request
+            self._before[request] = _Before.of(request)
+            if row.admitted:
+                request.table = BlockTable(self._pool)
+                request.slot = self._states.take(in_step_with) if self._states else None
+            table_of(request).grow(row.reserved_tokens)
+            self._reach("reserve")
+        if self._states:
+            self.view = self._states.view([slot_of(row.request) for row in self.rows])
+
+    def _roll_back(self) -> None:
+        """In reverse order, so that the pool hands out the same blocks and slots again."""
+        admitted = {row.request for row in self.rows if row.admitted}
+        for request, before in reversed(self._before.items()):
+            if request.table:
+                request.table.shrink(before.num_blocks)
+            if request in admitted:
+                if self._states and request.slot is not None:
+                    self._states.give_back(request.slot)
+                request.table, request.slot = None, None
+            request.head_length, request.unread_hidden = before.head_length, before.unread_hidden
+
+    def segments(self, drafts: Mapping[Request, Sequence[int]]) -> list[Segment]:
         """The packed rows: each request's next known tokens, then its drafts."""
         segments: list[Segment] = []
-        for row in self.plan:
+        for row in self.rows:
             request = row.request
             known = request.known(request.num_cached, request.num_cached + row.num_tokens)
             segments.append(Segment([*known, *drafts.get(request, ())], request.num_cached, table_of(request).blocks))
@@ -51,16 +108,20 @@ class Transaction:
 
     def capture_counts(self) -> list[int]:
         """Tokens to capture per row: every token of a row with drafts, none of the others."""
-        return [row.length if row.num_drafts else 0 for row in self.plan]
+        return [row.length if row.num_drafts else 0 for row in self.rows]
+
+    def prepare(self, kept: Sequence[int]) -> None:
+        """Brings the inactive banks to the states after the first kept[row] tokens of each row; may fail."""
+        if self._states and self.view:
+            self._states.prepare(self.view, kept, [row.length for row in self.rows])
 
     def commit(self, kept: Sequence[int]) -> None:
-        """Keeps the first kept[row] tokens of each row: prepares states (may fail), then publishes (cannot)."""
+        """Publishes what was prepared and keeps kept[row] more cached tokens. Cannot fail."""
         if self._states and self.view:
-            self._states.prepare(self.view, kept, [row.length for row in self.plan])
             self._states.commit(self.view)
-        for row, count in zip(self.plan, kept, strict=True):
+        for row, count in zip(self.rows, kept, strict=True):
             request = row.request
             request.num_cached += count
-            table = table_of(request)
-            table.shrink(table.pool.blocks_for(request.num_cached))
+            if not request.is_prefill:  # the rest of a prompt keeps the blocks that it entered with
+                table_of(request).shrink(self._pool.blocks_for(request.num_cached))
         self._committed = True

@@ -200,7 +200,7 @@ def _given(loaded: LoadedPackage, prompts: Path, tokenizer: Tokenizer | None) ->
         return (tokenizer or Tokenizer(package.folder)).encode(text)
 
     with _usage():
-        asks = read_asks(prompts, NEW_TOKENS, 0, encode, "--prompts")
+        asks = read_asks(prompts, Ask((), NEW_TOKENS, 0), encode, "--prompts")
         for ask in asks:
             try:
                 check_request(ask.token_ids, ask.max_new_tokens, package)

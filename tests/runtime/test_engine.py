@@ -61,7 +61,7 @@ def test_draft_counts_are_the_oracles(
     batch: int,
 ) -> None:
     requests, engine = run_all(trained, prompts, drafts, batch)
-    counts = [(request.counts.accepted, request.counts.evaluated) for request in requests]
+    counts = [(request.stats.draft_tokens_accepted, request.stats.draft_tokens_evaluated) for request in requests]
     assert tuple(map(sum, zip(*counts, strict=True))) == TOTALS[drafts]
     assert counts == [tuple(row) for row in reference[f"accepted_evaluated_k{drafts}"].tolist()]
     assert (engine.stats.draft_tokens_accepted, engine.stats.draft_tokens_evaluated) == TOTALS[drafts]
@@ -74,7 +74,7 @@ def test_statistics_add_up(trained: LoadedPackage, prompts: list[list[int]]) -> 
     assert stats.rounds == stats.bonus_tokens + stats.correction_tokens
     assert sum(stats.accepted_by_position) == stats.draft_tokens_accepted
     assert sum(stats.evaluated_by_position) == stats.draft_tokens_evaluated
-    assert stats.draft_tokens_proposed == sum(request.counts.proposed for request in requests)
+    assert stats.draft_tokens_proposed == sum(request.stats.draft_tokens_proposed for request in requests)
     # Each request: one token from its prompt; each round its accepted drafts and one token; a last step may not draft.
     undrafted = 8 * 64 - 8 - stats.draft_tokens_accepted - stats.rounds
     assert stats.target_forward_passes == 8 + stats.rounds + undrafted
@@ -148,7 +148,7 @@ def test_a_proposal_is_for_the_next_step_only(
     assert first.proposed is None
     finish(engine)
     assert first.token_ids == greedy_tokens[0][:16]
-    assert first.counts.proposed == 0
+    assert first.stats.draft_tokens_proposed == 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -199,7 +199,7 @@ def test_length_limit_is_exact_and_clamps_drafts(
     requests, _ = run_all(trained, prompts[:2], 3, 2, new_tokens)
     assert [request.token_ids for request in requests] == [tokens[:new_tokens] for tokens in greedy_tokens[:2]]
     assert all(request.finish_reason == "length" for request in requests)
-    assert all(request.counts.proposed <= max(0, 3 * (new_tokens - 2)) for request in requests)
+    assert all(request.stats.draft_tokens_proposed <= max(0, 3 * (new_tokens - 2)) for request in requests)
 
 
 def test_requests_wait_for_blocks_and_are_served_in_order(
@@ -320,7 +320,7 @@ def test_a_failed_priming_is_made_up_for(
             errors += 1
     assert errors == 2
     assert request.token_ids == greedy_tokens[0]
-    assert (request.counts.accepted, request.counts.evaluated) == (36, 54)
+    assert (request.stats.draft_tokens_accepted, request.stats.draft_tokens_evaluated) == (36, 54)
 
 
 def test_capture_is_switched_on_for_drafting_steps_alone(
@@ -379,7 +379,7 @@ def test_requests_with_different_drafts_share_a_batch(
     requests = [engine.submit(prompt, 64, i % 4) for i, prompt in enumerate(prompts)]
     finish(engine)
     assert [request.token_ids for request in requests] == greedy_tokens
-    assert [request.counts.proposed > 0 for request in requests] == [i % 4 > 0 for i in range(8)]
+    assert [request.stats.draft_tokens_proposed > 0 for request in requests] == [i % 4 > 0 for i in range(8)]
 
 
 def test_drafts_beyond_the_token_budget_are_dropped_before_a_request_waits(

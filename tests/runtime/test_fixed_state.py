@@ -124,3 +124,18 @@ def test_a_new_slot_joins_the_bank_of_its_companion() -> None:
     states.commit(states.view([first]))
     second = states.take(first)
     assert states.view([first, second]).key == (2, 1, 0)
+
+
+def test_a_view_that_is_not_the_newest_is_not_committed() -> None:
+    """What was prepared for one generation of a slot fits no other."""
+    states = FixedStates(GEOMETRY, 2)
+    slot = states.take()
+    view = states.view([slot])
+    states.commit(view)
+    with pytest.raises(AssertionError, match="taken or committed"):
+        states.commit(view)
+    view = states.view([slot])
+    states.give_back(slot)
+    assert states.take() == slot
+    with pytest.raises(AssertionError, match="taken or committed"):
+        states.commit(view)

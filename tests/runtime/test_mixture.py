@@ -46,7 +46,7 @@ def test_tokens_and_draft_counts(mixture: Mixture, drafts: int, batch: int) -> N
     requests, _ = run_all(package, prompts_of(reference), drafts, batch)
     assert [request.token_ids for request in requests] == [reference[f"greedy_{i}"].tolist() for i in range(8)]
     if drafts:
-        counts = [(request.counts.accepted, request.counts.evaluated) for request in requests]
+        counts = [(request.stats.draft_tokens_accepted, request.stats.draft_tokens_evaluated) for request in requests]
         assert counts == [tuple(row) for row in reference[f"accepted_evaluated_k{drafts}"].tolist()]
         assert sum(accepted for accepted, _ in counts) > 0.6 * sum(evaluated for _, evaluated in counts)
 

@@ -15,10 +15,9 @@ from builder import contract
 from runtime import Engine, EngineOptions, Request, load
 from runtime.loading import LoadedPackage
 from runtime.lowering import Edit
-from runtime.proposer import MtpProposer
+from runtime.proposer import HeadWork, MtpProposer
 from runtime.recording import dump
 from runtime.session import Session
-from runtime.telemetry import Stats
 
 Reference = Mapping[str, NDArray[Any]]
 
@@ -67,10 +66,11 @@ def tap_before_final_norm(model: ir.Model) -> None:
     model.graph.outputs[index] = raw
 
 
-def never_prime(self: MtpProposer, requests: Sequence[Request], stats: Stats) -> None:
+def never_follow(self: MtpProposer, requests: Sequence[Request]) -> HeadWork:
     """Counts the prompt's rows as fed without feeding them."""
     for request in requests:
         request.mark_read(min(len(request.unread()), len(request.prompt) - 1 - request.head_length))
+    return HeadWork({}, ())
 
 
 def test_without_a_fault(trained: LoadedPackage, prompts: list[list[int]], reference: Reference) -> None:
@@ -96,7 +96,7 @@ def test_head_not_primed_on_the_prompt(
     trained: LoadedPackage, prompts: list[list[int]], reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dump of an unprimed head fails for want of rows, so the first draft's logits are taken from the engine."""
-    monkeypatch.setattr(MtpProposer, "prime", never_prime)
+    monkeypatch.setattr(MtpProposer, "follow", never_follow)
     engine = Engine(trained, EngineOptions(num_blocks=1, max_batch_size=1))
     assert engine.proposer is not None
     logits: list[NDArray[Any]] = []

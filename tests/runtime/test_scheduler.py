@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import pytest
 
+from runtime.blocks import BlockPool, BlockTable
 from runtime.request import Request
-from runtime.scheduler import plan_step
+from runtime.scheduler import StepLimits, StepPlan, plan_step
 
 
-def request(prompt: int, cached: int, generated: int = 0, *, drafts: int = 0, limit: int = 64) -> Request:
-    return Request((1,) * prompt, limit, drafts, token_ids=[2] * generated, num_cached=cached)
+def request(
+    prompt: int, cached: int, generated: int = 0, *, drafts: int = 0, limit: int = 64, blocks: int = 99
+) -> Request:
+    """A request with blocks in plenty, unless `blocks` says how many (0: it waits)."""
+    table = BlockTable(BlockPool(1, 1), list(range(blocks))) if blocks else None
+    return Request((1,) * prompt, limit, drafts, token_ids=[2] * generated, num_cached=cached, table=table)
+
+
+def wanted(request: Request) -> int:
+    return len(request.proposed) if request.proposed is not None else request.draft_tokens
+
+
+def plan(
+    running: list[Request],
+    tokens: int = 100,
+    drafts: int = 7,
+    *,
+    waiting: tuple[Request, ...] = (),
+    free: int = 0,
+    seats: int = 8,
+    block_size: int = 4,
+) -> StepPlan:
+    return plan_step(running, waiting, StepLimits(tokens, seats, drafts, free, block_size), wanted)
 
 
 def shapes(requests: list[Request], tokens: int, drafts: int = 7) -> list[tuple[int, int, bool]]:
-    return [(row.num_tokens, row.num_drafts, row.samples) for row in plan_step(requests, tokens, drafts)]
+    return [(row.num_tokens, row.num_drafts, row.samples) for row in plan(requests, tokens, drafts).rows]
 
 
 def test_decodes_come_before_prompts() -> None:
     waiting, running = request(10, 0), request(5, 5, 1)
-    assert [row.request for row in plan_step([waiting, running], 100, 0)] == [running, waiting]
+    assert [row.request for row in plan([waiting, running]).rows] == [running, waiting]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +49,7 @@ def test_decodes_come_before_prompts() -> None:
 )
 def test_chunks_of_a_prompt(cached: int, budget: int, expected: tuple[int, int, bool]) -> None:
     """Only the chunk that ends the prompt chooses a token; it may be one token long and is a prompt row still."""
-    row = plan_step([request(10, cached, drafts=3)], budget, 7)[0]
+    row = plan([request(10, cached, drafts=3)], budget).rows[0]
     assert (row.num_tokens, row.num_drafts, row.samples) == expected
     assert row.is_prefill
 
@@ -41,6 +63,8 @@ def test_a_prompt_that_does_not_fit_the_budget_defers_nothing() -> None:
     """What counts is the selected plan, not who is waiting."""
     assert shapes([request(5, 5, 1, drafts=3), request(10, 0)], 1) == [(1, 0, True)]
     assert shapes([request(5, 5, 1, drafts=3)], 3) == [(1, 2, True)]
+    short_of_blocks = plan([request(5, 5, 1, drafts=3)], waiting=(request(10, 0, blocks=0),), free=2)
+    assert [row.num_drafts for row in short_of_blocks.rows] == [3]
 
 
 @pytest.mark.parametrize(
@@ -65,3 +89,76 @@ def test_a_proposal_says_how_many_drafts() -> None:
     empty = request(5, 5, 1, drafts=3)
     empty.propose([])
     assert [row[1] for row in shapes([proposing, empty], 100)] == [1, 0]
+
+
+# Blocks of 4 tokens
+
+
+@pytest.mark.parametrize(("free", "expected"), [(0, 2), (1, 6), (2, 7)])
+def test_drafts_take_free_blocks_only(free: int, expected: int) -> None:
+    """5 tokens cached and 2 blocks owned: the row's own token and two drafts fit, each block more has four."""
+    row = plan([request(5, 5, 1, drafts=7, blocks=2)], free=free).rows[0]
+    assert row.num_drafts == expected
+    assert row.reserved_tokens == 5 + 1 + row.num_drafts
+
+
+def test_drafts_are_dropped_before_a_request_goes_without_its_token() -> None:
+    """Two rows need a block each for their own token; none is left for the drafts of the first."""
+    first, second = (request(8, 8, 1, drafts=3, blocks=2) for _ in range(2))
+    rows = plan([first, second], free=2).rows
+    assert [(row.num_tokens, row.num_drafts) for row in rows] == [(1, 3), (1, 3)], "their new blocks have room"
+    rows = plan([request(7, 7, 1, drafts=3, blocks=2), second], free=1).rows
+    assert [(row.num_tokens, row.num_drafts) for row in rows] == [(1, 0), (1, 3)]
+
+
+def test_the_last_admitted_gives_up_its_blocks_for_an_earlier_one() -> None:
+    first, second, third = (request(8, 8, 1, blocks=2) for _ in range(3))
+    found = plan([first, second, third])
+    assert [row.request for row in found.rows] == [first, second], "two blocks serve two rows"
+    assert found.preempted == (third,)
+    assert found.deferred == ()
+
+
+def test_a_request_that_nobody_can_give_way_to_keeps_its_blocks_and_waits() -> None:
+    """An earlier prompt holds the blocks; it goes on, and the request behind it is not thrown out for nothing."""
+    prompt, last = request(20, 4, blocks=5), request(8, 8, 1, blocks=2)
+    found = plan([prompt, last])
+    assert [row.request for row in found.rows] == [prompt]
+    assert (found.preempted, found.deferred) == ((), (last,))
+
+
+def test_nobody_enters_while_somebody_gives_way_or_waits() -> None:
+    newcomer = request(1, 0, blocks=0)
+    for running in (
+        [request(8, 8, 1, blocks=2), request(8, 8, 1, blocks=2)],
+        [request(20, 4, blocks=5), request(8, 8, 1, blocks=2)],
+    ):
+        assert all(row.request is not newcomer for row in plan(running, waiting=(newcomer,)).rows)
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "enters"), [(1, 64, False), (2, 64, False), (3, 64, True), (2, 1, True), (1, 1, False)]
+)
+def test_a_prompt_enters_with_all_its_blocks_and_room_for_a_token(free: int, limit: int, enters: bool) -> None:
+    """8 tokens are two blocks; the ninth needs a third unless there will be none."""
+    found = plan([], 3, waiting=(request(8, 0, blocks=0, limit=limit),), free=free)
+    assert len(found.rows) == enters
+    if enters:
+        row = found.rows[0]
+        assert (row.admitted, row.num_tokens, row.samples, row.reserved_tokens) == (True, 3, False, 8)
+
+
+def test_nobody_overtakes_and_seats_are_counted() -> None:
+    long, short = request(40, 0, blocks=0), request(1, 0, blocks=0)
+    assert plan([], waiting=(long, short), free=5).rows == ()
+    assert [row.request for row in plan([], waiting=(short, long), free=5).rows] == [short]
+    assert plan([request(5, 5, 1)], waiting=(short,), free=5, seats=1).rows[0].request is not short
+
+
+def test_a_resumed_request_feeds_all_it_knows_as_a_prompt() -> None:
+    """After losing its blocks with 4 of its tokens generated it is a prompt of 9, and the last of them samples."""
+    resumed = request(5, 8, 4, drafts=3)
+    resumed.forget_cached()
+    assert (resumed.is_prefill, resumed.num_cached, resumed.prefill_end) == (True, 0, 9)
+    row = plan([], waiting=(resumed,), free=9).rows[0]
+    assert (row.num_tokens, row.is_prefill, row.samples, row.num_drafts) == (9, True, True, 0)

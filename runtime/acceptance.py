@@ -1,0 +1,77 @@
+"""accept(): what each row of a step gains, decided from logits alone; nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from runtime.packing import Array
+from runtime.request import FinishReason, Request
+from runtime.sampling import choose, greedy, verified
+from runtime.scheduler import RowPlan
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """drafts were verified; tokens are delivered; kept tokens of the row stay in cache and states.
+
+    discarded tokens were agreed on too, but lie behind a stop id. `accepted` of the drafts are among the tokens.
+    """
+
+    drafts: tuple[int, ...]
+    tokens: tuple[int, ...]
+    kept: int
+    discarded: int
+    finish_reason: FinishReason | None
+
+    @property
+    def accepted(self) -> int:
+        return sum(1 for draft, token in zip(self.drafts, self.tokens, strict=False) if draft == token)
+
+
+def accept(rows: Sequence[RowPlan], drafts: Mapping[Request, Sequence[int]], logits: Array) -> list[Verdict]:
+    """logits [T, vocab] of the packed rows. The last 1 + D rows of a request that samples choose its next tokens."""
+    ends = accumulate(row.length for row in rows)
+    wanted = [
+        range(end - 1 - row.num_drafts, end) if row.samples else range(0) for row, end in zip(rows, ends, strict=True)
+    ]
+    best = _greedily(rows, wanted, logits)
+    verdicts = []
+    for row, indices in zip(rows, wanted, strict=True):
+        proposed = tuple(drafts.get(row.request, ()))
+        if not row.samples:
+            verdicts.append(Verdict(proposed, (), row.num_tokens, 0, None))
+            continue
+        chosen = best.get(row.request) or _by_options(row.request, proposed, logits[indices])
+        verdicts.append(_verdict(row, proposed, verified(proposed, chosen)))
+    return verdicts
+
+
+def _greedily(rows: Sequence[RowPlan], wanted: Sequence[range], logits: Array) -> dict[Request, list[int]]:
+    """The best tokens of every row that is decoded greedily, in one pass over the logits."""
+    pairs = [(row, indices) for row, indices in zip(rows, wanted, strict=True) if row.request.sampling.is_greedy]
+    needed = [index for _, indices in pairs for index in indices]
+    chosen = iter(greedy(logits if len(needed) == len(logits) else logits[needed]))
+    return {row.request: [next(chosen) for _ in indices] for row, indices in pairs if indices}
+
+
+def _by_options(request: Request, drafts: Sequence[int], logits: Array) -> list[int]:
+    """The target's token after the known tokens and each prefix of the drafts; logits [1 + D, vocab]."""
+    generated, stops = len(request.token_ids), sorted(request.stop_token_ids)
+    known = request.known(0, request.num_known) if request.sampling.repetition_penalty != 1 else []
+    return [choose(row, request.sampling, [*known, *drafts[:j]], generated + j, stops) for j, row in enumerate(logits)]
+
+
+def _verdict(row: RowPlan, drafts: tuple[int, ...], tokens: Sequence[int]) -> Verdict:
+    """Cuts the tokens after the first stop id. The newest token is not fed yet, so one less than they are is kept."""
+    request = row.request
+    stop = next((i for i, token in enumerate(tokens) if token in request.stop_token_ids), None)
+    delivered = tuple(tokens if stop is None else tokens[: stop + 1])
+    reason: FinishReason | None = None
+    if stop is not None:
+        reason = "stop"
+    elif len(request.token_ids) + len(delivered) >= request.max_new_tokens:
+        reason = "length"
+    kept = row.num_tokens + len(delivered) - 1
+    return Verdict(drafts, delivered, kept, len(tokens) - len(delivered), reason)
