@@ -238,6 +238,60 @@ def test_without_a_tokenizer_token_ids_work_and_text_is_null(tmp_path: Path) -> 
     assert "expected tokenizer.json, found none" in refuse(2, "run", out, "--prompt", "x")
 
 
+def test_a_seed_gives_one_text_whatever_is_drafted(package: Path, answers: Mapping[str, Any]) -> None:
+    """Sampling follows seed and position alone, so it is the same text with drafts from the head, the text, or none."""
+    asked = ("run", package, "--token-ids", ids(answers["prompt_0"]), "--temperature", 0.8, "--top-k", 50)
+    plain = succeed(*asked, "--top-p", 0.95, "--seed", 7)["requests"][0]
+    assert plain["token_ids"] != answers["greedy_0"].tolist()
+    for proposer in ("mtp", "ngram"):
+        drafts = ("--top-p", 0.95, "--draft-tokens", 3, "--proposer", proposer)
+        drafted = succeed(*asked, *drafts, "--seed", 7)["requests"][0]
+        assert drafted["token_ids"] == plain["token_ids"]
+        assert drafted["drafts_proposed"] > 0
+    assert succeed(*asked, "--top-p", 0.95, "--seed", 8)["requests"][0]["token_ids"] != plain["token_ids"]
+
+
+def test_drafts_from_the_text_itself(package: Path, answers: Mapping[str, Any]) -> None:
+    """The prompt holds what will be generated, and no head runs."""
+    known = [*answers["prompt_0"].tolist(), *answers["greedy_0"].tolist()]
+    asked = ("run", package, "--token-ids", ids(known * 2), "--max-new-tokens", 20)
+    plain = succeed(*asked)["requests"][0]
+    found = succeed(*asked, "--draft-tokens", 3, "--proposer", "ngram")
+    assert found["requests"][0]["token_ids"] == plain["token_ids"]
+    assert found["stats"]["draft_tokens_proposed"] > 0
+    assert found["stats"]["draft_forward_passes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--temperature", "-1"), "--temperature: expected 0 or more, found -1.0"),
+        (("--temperature", "nan"), "--temperature: expected 0 or more"),
+        (("--top-p", "0"), "--top-p: expected above 0, up to 1"),
+        (("--top-k", "-3"), "--top-k: expected 0"),
+        (("--seed", "-1"), "--seed: expected 0 to"),
+    ],
+)
+def test_impossible_sampling_is_refused(package: Path, options: tuple[str, ...], message: str) -> None:
+    assert message in refuse(2, "run", package, "--token-ids", "1", *options)
+
+
+def test_a_line_has_sampling_of_its_own(package: Path, tmp_path: Path, answers: Mapping[str, Any]) -> None:
+    """A line with a penalty is decoded without drafts, and says so; the others go on drafting."""
+    prompt = {"token_ids": answers["prompt_0"].tolist(), "draft_tokens": 3, "max_new_tokens": 16}
+    own = [{}, {"temperature": 0.9, "seed": 3}, {"repetition_penalty": 1.5}, {"min_new_tokens": 4}]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps(prompt | line) for line in own))
+    found = succeed("run", package, "--requests", path)["requests"]
+    assert [request["drafting_off"] for request in found] == [None, None, "repetition_penalty", "min_new_tokens"]
+    assert [request["drafts_proposed"] > 0 for request in found] == [True, True, False, False]
+    assert found[0]["token_ids"] == answers["greedy_0"].tolist()[:16] == found[3]["token_ids"]
+    assert found[1]["token_ids"] != found[0]["token_ids"] != found[2]["token_ids"]
+    assert [request["stats"]["draft_tokens_proposed"] for request in found] == [r["drafts_proposed"] for r in found]
+    path.write_text(json.dumps(prompt | {"top_p": 2}))
+    assert "line 1: --top-p: expected above 0" in refuse(2, "run", package, "--requests", path)
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_requests_file(package: Path, tmp_path: Path, answers: Mapping[str, Any], drafts: int) -> None:
     lines = [
