@@ -96,6 +96,8 @@ def require_memory(package: Package, cached_tokens: int, num_slots: int, with_he
     geometry = StateGeometry.of(package)
     caches = FLOAT_BYTES * values_per_token * cached_tokens
     states = num_slots * geometry.bytes_per_slot if geometry else 0
+    if geometry and with_head:
+        states += num_slots * geometry.checkpoint_bytes_per_slot
     memory.require(
         caches + states, "caches and states", "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"
     )
