@@ -90,7 +90,7 @@ class Graph:
         then: Callable[[Any], Sequence[Value]],
         otherwise: Callable[[Any], Sequence[Value]],
     ) -> list[Value]:
-        """Values that `then` makes where `condition`, one bool, holds, else those of `otherwise`; the other does not run.
+        """Values that `then` makes where `condition` (one bool) holds, else those of `otherwise`; the other is not run.
 
         Both are given the `op` of a graph inside this one, and may use this one's values. specs: of the values.
         """

@@ -186,7 +186,8 @@ def _operators(model: onnx.ModelProto, file: str, found: Manifest | None) -> str
                 remedy=RE_EXPORT,
             )
     _same_as_recorded(used, file, found)
-    return f"IR {model.ir_version}, opset {opsets['']}, {sum(1 for _ in graph_file.nodes(model.graph))} nodes of {len(used)} ops"
+    count = sum(1 for _ in graph_file.nodes(model.graph))
+    return f"IR {model.ir_version}, opset {opsets['']}, {count} nodes of {len(used)} ops"
 
 
 def _same_as_recorded(used: dict[tuple[str, str], set[str]], file: str, found: Manifest | None) -> None:

@@ -44,8 +44,8 @@ class GraphFile:
 @dataclass(frozen=True)
 class Package:
     """What a runtime needs to know. Layer ids are the model's; capacity is tokens of captured state per request;
-    checkpoints is the states per request that a verify step shows, 0 for none; overlay is the one that was laid over the
-    configuration.
+    checkpoints is the states per request that a verify step shows, 0 for none; overlay is the one that was laid over
+    the configuration.
     """
 
     folder: Path

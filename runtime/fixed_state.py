@@ -188,7 +188,7 @@ class FixedStates:
         return self._stages[rows]
 
     def checkpoints(self, view: StateView) -> dict[str, Array]:
-        """Arrays for the states after each token of a step with drafts; none for a package that is rolled back by replay.
+        """Arrays for the states after each token of a step with drafts; none where a package is rolled back by replay.
 
         Every view has the same memory, which is taken when the first step drafts.
         """
@@ -223,7 +223,7 @@ class FixedStates:
                 self._recurrent[bank, :, slot] = view.stage.recurrent_out[:, row]
 
     def _pick(self, row: int, slot: int, kept: int, length: int) -> None:
-        """The checkpoint after `kept` of the row's tokens: the convolution's lie from the left, the recurrence's right."""
+        """The checkpoint after `kept` of a row's tokens; convolutions lie from the left, recurrences from the right."""
         if self._series is None:
             raise AssertionError("checkpoints were not bound in this step")
         bank = 1 - self._active[slot]

@@ -238,6 +238,21 @@ def test_without_a_tokenizer_token_ids_work_and_text_is_null(tmp_path: Path) -> 
     assert "expected tokenizer.json, found none" in refuse(2, "run", out, "--prompt", "x")
 
 
+def test_dense_checkpoints(package: Path, tmp_path: Path, answers: Mapping[str, Any]) -> None:
+    """Exported, verified against transformers' answers, and run as a compact package is."""
+    dense = tmp_path / "dense"
+    succeed("export", TRAINED, dense, "--checkpoints", "dense")
+    found = succeed("verify", dense, "--reference", TRAINED / "reference.npz", "--min-acceptance", 0.6)
+    assert found["ok"]
+    details = {check["name"]: check["detail"] for check in found["checks"]}
+    assert details["manifest state groups"] == details["checkpoints model.onnx"] == "4 checkpoints of 6 layers"
+    ids = ",".join(map(str, answers["prompt_0"].tolist()))
+    both = [succeed("run", folder, "--token-ids", ids, "--draft-tokens", 3) for folder in (package, dense)]
+    assert both[0]["requests"] == both[1]["requests"]
+    assert both[1]["requests"][0]["token_ids"] == answers["greedy_0"].tolist()
+    assert succeed("inspect", dense)["checkpoint_count"] == 4 and succeed("inspect", package)["checkpoint_count"] == 0
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_requests_file(package: Path, tmp_path: Path, answers: Mapping[str, Any], drafts: int) -> None:
     lines = [

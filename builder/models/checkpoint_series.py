@@ -118,7 +118,7 @@ class Series:
         return list(zip(*(op.Split(part, num_outputs=total, axis=1, _outputs=total) for part in stacked), strict=True))
 
     def _alignment(self, op: Op, num_layers: int) -> tuple[Value, Value]:
-        """For slots aligned right: the token each one stands for [B, layers, W, 1], and whether it is one [B, 1, W, 1]."""
+        """For slots aligned right: each one's token [B, layers, W, 1], and whether it was captured [B, 1, W, 1]."""
         capacity = self.capture.capacity
         bounds = self.cumulative_lengths
         lengths = op.Sub(op.Slice(bounds, [1], [2**31 - 1], [0]), op.Slice(bounds, [0], [-1], [0]))

@@ -6,6 +6,7 @@ Shares nothing with builder, so that the two can disagree.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,15 @@ def _fp8_scale(weight: Raw, scale: Raw) -> NDArray[np.float64]:
 def graph(package: Path, file: str = "model.onnx") -> onnx.GraphProto:
     """A graph of a package without its weights."""
     return onnx.load(package / file, load_external_data=False).graph
+
+
+def nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Those of branches too."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from nodes(attribute.g)
 
 
 def place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
