@@ -137,9 +137,10 @@ def conversion_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--checkpoints",
-            type=click.Choice(["compact", "off"]),
+            type=click.Choice(["compact", "dense", "off"]),
             default="compact",
-            help="State updates to roll back by; without them nothing can be drafted.",
+            help="What rejected drafts are rolled back by: state updates to replay (compact), the states themselves as"
+            " well (dense), or nothing, and then nothing can be drafted.",
         ),
         click.option("--block-size", type=int, default=256, show_default=True, help="Tokens per cache block."),
         click.option("--max-batch-size", type=int, default=100, show_default=True, help="Requests per step."),

@@ -32,7 +32,7 @@ from builder.package import CARD_FILE, CONFIG_FILE
 from builder.progress import Progress, silent
 from builder.tokens import TEXT_FILES
 
-PROVENANCE = ("format", "version", "contract_version", "producer", "source", "options")
+PROVENANCE = ("format", "version", "contract_version", "producer", "source", "options", "state_groups")
 """Keys of the manifest that are compared; the others follow from what is compared itself."""
 SECTIONS = ("decoder", "mtp")
 """Parts of the configuration's `model` that list shared initializers."""

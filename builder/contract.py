@@ -7,6 +7,7 @@ paged cache. `{}` in a template stands for the model's layer index; only layers 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,8 +38,17 @@ PAST_RECURRENT = "past.{}.recurrent"
 PRESENT_RECURRENT = "present.{}.recurrent"
 CONV_UPDATE = "state_update.{}.conv_value"
 RECURRENT_UPDATE = "state_update.{}.recurrent_capsule"
+CONV_CHECKPOINTS = "present_checkpoints.{}.conv"
+RECURRENT_CHECKPOINTS = "present_checkpoints.{}.recurrent"
+"""The states themselves after each token of a verify step, in packages exported with dense checkpoints. Slot j of the
+convolution's W is the state after the row's token j (aligned left); slot W - L + j of the recurrence's is, where L
+tokens of the row are captured (aligned right). Other slots are unspecified, and on a step that captures nothing there
+are no rows at all.
+"""
 
 CACHE_TEMPLATES = (PAST_KEY, PAST_VALUE, PRESENT_KEY, PRESENT_VALUE)
+CHECKPOINT_ROWS = "num_checkpoint_rows"
+"""Rows of the checkpoints: batch_size on a step that captures, else 0."""
 MAX_CAPACITY = 8
 """Largest state_update_capacity the ops take."""
 
@@ -99,8 +109,16 @@ def capsule_width(model: Geometry) -> int:
     return heads + model.linear_num_key_heads * model.linear_key_head_dim + heads * model.linear_value_head_dim
 
 
-def target_io(model: Geometry, dtype: str, capacity: int) -> IoSpec:
-    """The target graph. capacity: tokens whose state updates are captured per request; 0 leaves capture out."""
+def checkpoint_names(layers: Iterable[int]) -> list[str]:
+    """Outputs that hold the checkpoints of these layers, in order."""
+    return [name.format(layer) for layer in layers for name in (CONV_CHECKPOINTS, RECURRENT_CHECKPOINTS)]
+
+
+def target_io(model: Geometry, dtype: str, capacity: int, checkpoints: int = 0) -> IoSpec:
+    """The target graph. capacity: tokens whose state updates are captured per request; 0 leaves capture out.
+
+    checkpoints: states per request that a verify step shows, 0 or as many as capacity.
+    """
     inputs = [*_packed_inputs()]
     outputs = [
         TensorSpec(LOGITS, _logits_dtype(dtype), ("num_tokens", model.vocab_size)),
@@ -115,6 +133,10 @@ def target_io(model: Geometry, dtype: str, capacity: int) -> IoSpec:
         for layer, kind in enumerate(model.layer_types):
             if kind == "linear_attention":
                 outputs += _updates(model, layer, dtype, capacity)
+    if checkpoints:
+        for layer, kind in enumerate(model.layer_types):
+            if kind == "linear_attention":
+                outputs += _checkpoints(model, layer, dtype, checkpoints)
     return IoSpec(tuple(inputs), tuple(outputs))
 
 
@@ -179,4 +201,14 @@ def _updates(model: Geometry, layer: int, dtype: str, capacity: int) -> list[Ten
     return [
         TensorSpec(CONV_UPDATE.format(layer), dtype, ("batch_size", capacity, model.conv_channels)),
         TensorSpec(RECURRENT_UPDATE.format(layer), "float32", ("batch_size", capacity * capsule_width(model))),
+    ]
+
+
+def _checkpoints(model: Geometry, layer: int, dtype: str, count: int) -> list[TensorSpec]:
+    """Each state of `layer`, a slot more in front."""
+    _, present = _states(model, layer, dtype)
+    names = checkpoint_names([layer])
+    return [
+        TensorSpec(name, state.dtype, (CHECKPOINT_ROWS, count, *state.shape[1:]))
+        for name, state in zip(names, present, strict=True)
     ]

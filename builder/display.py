@@ -121,7 +121,8 @@ def package(found: Mapping[str, Any]) -> None:
         {
             "layers": counts(found["layers"]),
             "caches": f"layers {contract['cache_layers']}, blocks of {found['block_size']}",
-            "states": f"layers {contract['state_layers']}, capacity {found['state_update_capacity']}",
+            "states": f"layers {contract['state_layers']}, capacity {found['state_update_capacity']},"
+            f" checkpoints {found['checkpoint_count']}",
             "limits": f"context {found['context_length']}, drafts {found['max_draft_tokens']},"
             f" batch {found['max_batch_size']}, vocabulary {found['vocab_size']}",
             "eos": str(found["eos_token_ids"]),

@@ -16,6 +16,7 @@ from builder.checkpoint import Checkpoint
 from builder.genai_config import Limits, genai_config
 from builder.graph import Graph, element_type
 from builder.hub import checkpoint_folder
+from builder.manifest import state_groups
 from builder.options import ExportOptions
 from builder.overlays import overlays
 from builder.progress import Progress, silent
@@ -97,6 +98,7 @@ def export(
         },
         options.weights,
         options.hash,
+        state_groups(source.config.layers_of("linear_attention"), options.checkpoint_count),
     )
     with package.machine_errors(Path(out)):
         recovered = staging.recover(Path(os.path.abspath(out)), package.is_package)
@@ -116,12 +118,18 @@ def export(
 def _facts(source: Source, limits: Limits, options: ExportOptions) -> dict[str, object]:
     """Lines of the model card's first table."""
     counts, moe = source.parameters, source.config.moe
+    linear = "linear_attention" in source.config.layer_types
     return {
         "parameters": f"{counts['total']:,}, of which a token passes {counts['active']:,}",
         **({"experts": f"{moe.num_experts} a layer, {moe.num_experts_per_tok} a token"} if moe else {}),
         "activations": options.activation_dtype,
         "context": f"{limits.context_length:,} tokens",
         "drafts per step": limits.max_draft_tokens if source.mtp and options.capacity else 0,
+        **(
+            {"checkpoints": f"{options.checkpoint_count} states a request"}
+            if options.checkpoint_count and linear
+            else {}
+        ),
         "cache block": f"{limits.block_size} tokens",
         "requests per step": limits.max_batch_size,
     }
@@ -130,9 +138,9 @@ def _facts(source: Source, limits: Limits, options: ExportOptions) -> dict[str, 
 def build_graphs(source: Source, limits: Limits, options: ExportOptions) -> dict[str, Graph]:
     """ "target", and "mtp" where the checkpoint has a head; weights are promises still."""
     dtype = options.activation_dtype
-    io = contract.target_io(source.config, dtype, options.capacity)
+    io = contract.target_io(source.config, dtype, options.capacity, options.checkpoint_count)
     graphs = {"target": Graph("target", io, element_type(dtype))}
-    source.target(graphs["target"], limits.context_length, options.capacity)
+    source.target(graphs["target"], limits.context_length, options.capacity, options.checkpoint_count)
     if source.mtp:
         graphs["mtp"] = Graph("mtp", contract.mtp_io(source.config, dtype), element_type(dtype))
         source.mtp(graphs["mtp"], limits.context_length)

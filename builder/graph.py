@@ -7,8 +7,9 @@ that are promises (a Weight) until the package places their bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import onnx_ir as ir
 from onnxscript import GraphBuilder
@@ -78,6 +79,31 @@ class Graph:
         value.shape = ir.Shape(spec.shape)
         self._outputs[name] = value
 
+    def output(self, name: str) -> Value:
+        """A value that has been made an output."""
+        return self._outputs[name]
+
+    def choose(
+        self,
+        condition: Value,
+        specs: Sequence[TensorSpec],
+        then: Callable[[Any], Sequence[Value]],
+        otherwise: Callable[[Any], Sequence[Value]],
+    ) -> list[Value]:
+        """Values that `then` makes where `condition` (one bool) holds, else those of `otherwise`; the other is not run.
+
+        Both are given the `op` of a graph inside this one, and may use this one's values. specs: of the values.
+        """
+        branches = {}
+        for name, make in (("then_branch", then), ("else_branch", otherwise)):
+            with self.scope(name):
+                types = [ir.Value(type=ir.TensorType(element_type(spec.dtype))) for spec in specs]
+                branches[name] = self._builder.subgraph(make, inputs=[], outputs=types, name=name)
+        values = self.op.If(condition, **branches, _outputs=len(specs))
+        for value, spec in zip(values, specs, strict=True):
+            value.dtype, value.shape = element_type(spec.dtype), ir.Shape(spec.shape)
+        return list(values)
+
     def contrib(
         self,
         op_type: str,
@@ -124,7 +150,7 @@ class Graph:
         """The finished model, its initializers pointing at their bytes."""
         graph = self._builder.graph
         graph.outputs.extend(self._outputs[spec.name] for spec in self.io.outputs)
-        for node in graph:
+        for node in graph.all_nodes():
             node.metadata_props.clear()
         for name, weight in self.weights.items():
             place = places[weight.key]
@@ -139,14 +165,19 @@ class Graph:
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="draftsmith")
 
     def count(self, op_type: str) -> int:
-        return sum(node.op_type == op_type for node in self._builder.graph)
+        return sum(node.op_type == op_type for node in self._nodes)
 
     def required_ops(self) -> dict[tuple[str, str], set[str]]:
         """Attribute names by (domain, op type), over all nodes."""
         ops: dict[tuple[str, str], set[str]] = {}
-        for node in self._builder.graph:
+        for node in self._nodes:
             ops.setdefault((node.domain, node.op_type), set()).update(node.attributes)
         return ops
 
     def __len__(self) -> int:
-        return self._builder.graph.num_nodes()
+        return sum(1 for _ in self._nodes)
+
+    @property
+    def _nodes(self) -> Iterator[ir.Node]:
+        """Those of branches too."""
+        return self._builder.graph.all_nodes()

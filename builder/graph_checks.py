@@ -79,6 +79,8 @@ def check_graphs(package: Package, config: dict[str, Any], found: Manifest | Non
             yield judged(f"interface {file}", _bind(_interface, graph, due[name]))
         yield judged(f"operators {file}", _bind(_operators, proto, file, found))
         yield judged(f"aliasing {file}", _bind(_aliasing, package, proto, name))
+        if package.checkpoints and name == "target":
+            yield judged(f"checkpoints {file}", _bind(_checkpoints, package, proto))
         if found is not None:
             yield judged(f"initializers {file}", _bind(_recorded, proto, file, found))
             yield judged(f"census {file}", _bind(_census, proto, file, found, name))
@@ -95,7 +97,8 @@ def _measured(package: Package, config: dict[str, Any], made: list[Geometry]) ->
 
 def _due(package: Package, geometry: Geometry) -> dict[str, IoSpec]:
     dtype = package.target.io.output(contract.HIDDEN_STATES).dtype
-    return {"target": contract.target_io(geometry, dtype, package.capacity), "mtp": contract.mtp_io(geometry, dtype)}
+    target = contract.target_io(geometry, dtype, package.capacity, package.checkpoints)
+    return {"target": target, "mtp": contract.mtp_io(geometry, dtype)}
 
 
 def _bind(judge: Callable[..., str], *arguments: Any) -> Callable[[], str]:
@@ -172,7 +175,7 @@ def _operators(model: onnx.ModelProto, file: str, found: Manifest | None) -> str
         if expected != actual:
             raise Refused(f"{file} {key}", expected=expected, found=actual, remedy=RE_EXPORT)
     used: dict[tuple[str, str], set[str]] = {}
-    for node in model.graph.node:
+    for node in graph_file.nodes(model.graph):
         used.setdefault((node.domain, node.op_type), set()).update(attribute.name for attribute in node.attribute)
         schema = ops.SCHEMAS.get(node.op_type)
         if node.domain == ops.DOMAIN and (schema is None or not used[node.domain, node.op_type] <= schema.attributes):
@@ -183,7 +186,8 @@ def _operators(model: onnx.ModelProto, file: str, found: Manifest | None) -> str
                 remedy=RE_EXPORT,
             )
     _same_as_recorded(used, file, found)
-    return f"IR {model.ir_version}, opset {opsets['']}, {len(model.graph.node)} nodes of {len(used)} ops"
+    count = sum(1 for _ in graph_file.nodes(model.graph))
+    return f"IR {model.ir_version}, opset {opsets['']}, {count} nodes of {len(used)} ops"
 
 
 def _same_as_recorded(used: dict[tuple[str, str], set[str]], file: str, found: Manifest | None) -> None:
@@ -238,6 +242,59 @@ def _aliasing(package: Package, model: onnx.ModelProto, name: str) -> str:
                 remedy=RE_EXPORT,
             )
     return f"{len(full)} caches and {len(linear)} states" if linear else f"{len(full)} caches"
+
+
+def _checkpoints(package: Package, model: onnx.ModelProto) -> str:
+    """All come out of one branch, which is taken where the step captures, and each is made of its own layer's states.
+
+    The recurrence's updates of all layers are aligned together, so they do not tell layers apart.
+    """
+    made = {output: node for node in model.graph.node for output in node.output if output}
+    names = contract.checkpoint_names(package.linear_layers)
+    for name, taken in zip(names, _sources(package), strict=True):
+        node = made.get(name)
+        condition = made.get(node.input[0]) if node and node.op_type == "If" and node.input else None
+        if not node or not condition or list(condition.input) != [contract.CAPTURE_ACTIVE]:
+            found = f"{node.op_type} of {', '.join(node.input)}" if node else "nothing that makes it"
+            raise Refused(
+                f"{package.folder.name} target output {name}",
+                expected=f"an If on {contract.CAPTURE_ACTIVE}",
+                found=found,
+                remedy=RE_EXPORT,
+            )
+        branch = next(entry.g for entry in node.attribute if entry.name == "then_branch")
+        used = _reached(branch, branch.output[list(node.output).index(name)].name)
+        states = {template.format(layer) for template in STATES for layer in package.linear_layers} & used
+        if states != taken:
+            raise Refused(
+                f"{package.folder.name} target output {name}",
+                expected=f"made of {', '.join(sorted(taken))}",
+                found=", ".join(sorted(states)) or "neither",
+                remedy=RE_EXPORT,
+            )
+    return f"{package.checkpoints} checkpoints of {len(package.linear_layers)} layers"
+
+
+STATES = (contract.PAST_CONV, contract.CONV_UPDATE, contract.PAST_RECURRENT)
+
+
+def _sources(package: Package) -> Iterator[set[str]]:
+    """Of each checkpoint output the values it is made of."""
+    for layer in package.linear_layers:
+        yield {contract.PAST_CONV.format(layer), contract.CONV_UPDATE.format(layer)}
+        yield {contract.PAST_RECURRENT.format(layer)}
+
+
+def _reached(graph: onnx.GraphProto, name: str) -> set[str]:
+    """Every value that `name` is made of, itself and those of an outer graph included."""
+    made = {output: node for node in graph.node for output in node.output if output}
+    found, waiting = {name}, [name]
+    while waiting:
+        node = made.get(waiting.pop())
+        fresh = set(node.input) - found if node else set()
+        found |= fresh
+        waiting += fresh
+    return found
 
 
 def _recorded(model: onnx.ModelProto, file: str, found: Manifest) -> str:

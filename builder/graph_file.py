@@ -1,4 +1,4 @@
-"""An .onnx file as a model, without its weights."""
+"""An .onnx file as a model, without its weights, and its nodes with those of their branches."""
 
 from __future__ import annotations
 
@@ -48,3 +48,28 @@ def _nested_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 def _sparse(tensors: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.TensorProto]:
     for tensor in tensors:
         yield from (tensor.values, tensor.indices)
+
+
+def nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node, those of branches behind the node that has them."""
+    for node in graph.node:
+        yield node
+        for branch in branches(node):
+            yield from nodes(branch)
+
+
+def branches(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The graphs inside a node, in the order of its attributes."""
+    return [graph for entry in node.attribute for graph in ([entry.g] if entry.HasField("g") else entry.graphs)]
+
+
+def captured(node: onnx.NodeProto) -> list[str]:
+    """Values from outside that a node's branches use without being given them, each once."""
+    found: dict[str, None] = {}
+    for branch in branches(node):
+        own = {value.name for value in (*branch.input, *branch.initializer)}
+        for inner in branch.node:
+            found |= dict.fromkeys(name for name in (*inner.input, *captured(inner)) if name and name not in own)
+            own |= set(inner.output)
+        found |= dict.fromkeys(value.name for value in branch.output if value.name not in own)
+    return list(found)

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 
-from builder import findings, overlays, reader
+from builder import findings, graph_file, overlays, reader
 from builder.checkpoint import Checkpoint, TensorRef, reading
 from builder.contract import TensorSpec
 from builder.errors import MachineError, one_line
@@ -252,6 +252,7 @@ def _described_package(folder: Path, package: Package) -> dict[str, Any]:
         "block_size": package.block_size,
         "max_batch_size": package.max_batch_size,
         "state_update_capacity": package.capacity,
+        "checkpoint_count": package.checkpoints,
         "eos_token_ids": list(package.eos_token_ids),
         "contract": {name: _contract(graph) for name, graph in files.items() if graph} | _layers(package),
         "provenance": {
@@ -266,12 +267,14 @@ def _described_package(folder: Path, package: Package) -> dict[str, Any]:
 
 def _graph(graph: GraphFile, model: onnx.ModelProto, ranges: Mapping[str, Range]) -> dict[str, Any]:
     """bytes: of the data this graph refers to, each byte range once. ops: domain::type where it is not ONNX's own."""
-    census = Counter(f"{node.domain}::{node.op_type}" if node.domain else node.op_type for node in model.graph.node)
+    census = Counter(
+        f"{node.domain}::{node.op_type}" if node.domain else node.op_type for node in graph_file.nodes(model.graph)
+    )
     return {
         "file": graph.path.name,
         "inputs": len(graph.io.inputs),
         "outputs": len(graph.io.outputs),
-        "nodes": len(model.graph.node),
+        "nodes": census.total(),
         "ops": dict(census.most_common()),
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
         "ir_version": model.ir_version,

@@ -7,12 +7,13 @@ What belongs to one run (when, where, by which kind of link) is in build.json, w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from builder import contract
 from builder.checkpoint import read_json_object
 from builder.errors import Refused
 
@@ -74,6 +75,44 @@ class GraphRecord(_Strict):
     required_ops: list[Op]
 
 
+class StateGroup(_Strict):
+    """States that a verify step shows after each of checkpoint_count tokens, in the words of the first design of such
+    outputs; %d in a name is the layer. "left": slot j holds the state after local token j; "right": the last slot holds
+    the state after the last captured token.
+    """
+
+    kind: Literal["fixed"]
+    layer_ids: list[int]
+    bindings: dict[str, dict[str, str]]
+    checkpoint_count: int
+    checkpoint_alignment: Literal["left", "right"]
+
+
+def state_groups(layers: Sequence[int], count: int) -> list[dict[str, Any]]:
+    """What the manifest says of these layers' states; nothing without checkpoints."""
+    kinds = (
+        (contract.PAST_CONV, contract.PRESENT_CONV, contract.CONV_CHECKPOINTS, "left"),
+        (contract.PAST_RECURRENT, contract.PRESENT_RECURRENT, contract.RECURRENT_CHECKPOINTS, "right"),
+    )
+    return [
+        {
+            "kind": "fixed",
+            "layer_ids": list(layers),
+            "bindings": {
+                "state": {
+                    "input": past.replace("{}", "%d"),
+                    "output": present.replace("{}", "%d"),
+                    "checkpoints": checkpoints.replace("{}", "%d"),
+                }
+            },
+            "checkpoint_count": count,
+            "checkpoint_alignment": alignment,
+        }
+        for past, present, checkpoints, alignment in kinds
+        if count and layers
+    ]
+
+
 class Manifest(_Strict):
     """A manifest.json of this version."""
 
@@ -84,6 +123,7 @@ class Manifest(_Strict):
     files: dict[str, File]
     graphs: dict[str, GraphRecord]
     initializers: dict[str, dict[str, Initializer]]
+    state_groups: list[StateGroup] = Field(default_factory=list)
 
 
 def read(folder: Path) -> Manifest | None:

@@ -15,7 +15,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "weights": ("auto", "link", "copy"),
     "dtype": ("auto", "float16", "bfloat16"),
     "mtp": ("auto", "off", "require"),
-    "checkpoints": ("compact", "off"),
+    "checkpoints": ("compact", "dense", "off"),
 }
 
 
@@ -27,7 +27,7 @@ class ExportOptions:
     dtype: Literal["auto", "float16", "bfloat16"] = "auto"
     mtp: Literal["auto", "off", "require"] = "auto"
     max_draft_tokens: int = 3
-    checkpoints: Literal["compact", "off"] = "compact"
+    checkpoints: Literal["compact", "dense", "off"] = "compact"
     block_size: int = 256
     max_batch_size: int = 100
     context_length: int | None = None
@@ -43,7 +43,12 @@ class ExportOptions:
     @property
     def capacity(self) -> int:
         """One capture slot more than drafts: the anchor row is captured too."""
-        return self.max_draft_tokens + 1 if self.checkpoints == "compact" else 0
+        return self.max_draft_tokens + 1 if self.checkpoints != "off" else 0
+
+    @property
+    def checkpoint_count(self) -> int:
+        """States that a verify step shows of each request: with dense checkpoints one for every captured token."""
+        return self.capacity if self.checkpoints == "dense" else 0
 
     def recorded(self, limits: Limits) -> dict[str, object]:
         """What shaped the package, resolved. How weights were brought is each file's own record."""

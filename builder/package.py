@@ -46,7 +46,8 @@ class Recipe:
 
     graphs: "target" and perhaps "mtp". describe: shared initializers to genai_config.json's content. card: the manifest
     to README.md's text. options: what shaped the package, census: what it counts, both for the manifest. weights:
-    "auto", "link" or "copy". hash: read linked shards for their digest and check all their values.
+    "auto", "link" or "copy". hash: read linked shards for their digest and check all their values. state_groups: the
+    states that a verify step shows, for the manifest.
     """
 
     graphs: Mapping[str, Graph]
@@ -57,6 +58,7 @@ class Recipe:
     census: Mapping[str, Any]
     weights: str
     hash: bool
+    state_groups: Sequence[Mapping[str, Any]] = ()
 
     @property
     def distinct(self) -> list[Weight]:
@@ -371,7 +373,8 @@ def _write_manifest(draft: Draft, checkpoint: Checkpoint, recipe: Recipe, checks
     """The card is one of the manifest's files and is made of the rest of it, so it comes first."""
 
     def made() -> dict[str, Any]:
-        return document(checkpoint, recipe.options, recipe.census, recipe.graphs, draft.places, draft.records, FILES)
+        facts = recipe.options, recipe.census, recipe.graphs
+        return document(checkpoint, *facts, draft.places, draft.records, FILES, recipe.state_groups)
 
     draft.write(CARD_FILE, recipe.card(made(), checks).encode("utf-8"))
     encoded = manifest.encode(made())

@@ -90,12 +90,14 @@ def memory_bytes(
     linear = len(model.layers_of("linear_attention"))
     recurrent = model.linear_num_value_heads * model.linear_value_head_dim * model.linear_key_head_dim
     conv = model.conv_channels * (model.linear_conv_kernel_dim - 1)
+    state = HALF_BYTES * conv + FLOAT_BYTES * recurrent
     captured = HALF_BYTES * model.conv_channels + FLOAT_BYTES * contract.capsule_width(model)
     rows = batch * (options.capacity or 1)
     parts = {
         "weights": weights["linkable_bytes"] + weights["transformed_bytes"],
         "kv_blocks": kv_layers * blocks * options.block_size * token,
-        "states": 2 * batch * linear * (HALF_BYTES * conv + FLOAT_BYTES * recurrent),
-        "verify_staging": batch * options.capacity * linear * captured + rows * FLOAT_BYTES * model.vocab_size,
+        "states": 2 * batch * linear * state,
+        "verify_staging": batch * linear * (options.capacity * captured + options.checkpoint_count * state)
+        + rows * FLOAT_BYTES * model.vocab_size,
     }
     return {"context_length": context, "batch_size": batch, **parts, "total": sum(parts.values())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
@@ -38,9 +38,10 @@ def document(
     places: Mapping[object, Placement],
     files: Mapping[str, FileRecord],
     names: Mapping[str, str],
+    state_groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """options: what shaped the package, resolved. census: parameters, and modules of each graph by kind. files: every
-    other file by name. names: graph to file name.
+    other file by name. names: graph to file name. state_groups: the states that a verify step shows.
     """
     return {
         "format": FORMAT,
@@ -50,6 +51,7 @@ def document(
         "source": source(checkpoint),
         "options": dict(options),
         "census": dict(census),
+        "state_groups": list(state_groups),
         "files": {name: asdict(files[name]) for name in sorted(files)},
         "graphs": {names[name]: _graph(graph, files[names[name]]) for name, graph in graphs.items()},
         "initializers": {names[name]: _initializers(graph.weights, places) for name, graph in graphs.items()},

@@ -44,7 +44,8 @@ class GraphFile:
 @dataclass(frozen=True)
 class Package:
     """What a runtime needs to know. Layer ids are the model's; capacity is tokens of captured state per request;
-    overlay is the one that was laid over the configuration.
+    checkpoints is the states per request that a verify step shows, 0 for none; overlay is the one that was laid over
+    the configuration.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class Package:
     max_draft_tokens: int
     eos_token_ids: tuple[int, ...]
     overlay: str | None = None
+    checkpoints: int = 0
 
 
 def read(folder: str | Path, overlay: str | None = None) -> Package:
@@ -127,12 +129,14 @@ def _package(folder: Path, config: dict[str, Any]) -> Package:
     batching = config["engine"]["dynamic_batching"]
     eos = model.get("eos_token_id", [])
     vocab_size = integer("vocab_size", model["vocab_size"], 1)
+    target = _graph_file(folder, decoder["filename"])
+    linear_layers = _layers("fixed_recurrent", recurrent.get("layer_ids", []))
     return Package(
         folder=folder,
-        target=_graph_file(folder, decoder["filename"]),
+        target=target,
         mtp=_graph_file(folder, mtp["filename"]) if mtp else None,
         full_layers=_layers("paged_kv", groups.get("paged_kv", {}).get("layer_ids", [])),
-        linear_layers=_layers("fixed_recurrent", recurrent.get("layer_ids", [])),
+        linear_layers=linear_layers,
         linear_num_key_heads=integer("key_head_count", recurrent.get("state_update", {}).get("key_head_count", 0)),
         capacity=integer("state_update_capacity", decoder["state_update_capacity"]),
         vocab_size=vocab_size,
@@ -143,7 +147,24 @@ def _package(folder: Path, config: dict[str, Any]) -> Package:
         eos_token_ids=tuple(
             integer("eos_token_id", token, 0, vocab_size) for token in (eos if isinstance(eos, list) else [eos])
         ),
+        checkpoints=_checkpoints(target, linear_layers),
     )
+
+
+def _checkpoints(target: GraphFile, linear_layers: tuple[int, ...]) -> int:
+    """As the graph's outputs tell it: the parser of genai_config.json refuses every key that could."""
+    due, found = contract.checkpoint_names(linear_layers), {spec.name for spec in target.io.outputs}
+    missing = [name for name in due if name not in found]
+    if len(missing) == len(due):
+        return 0
+    if missing:
+        raise Refused(
+            f"{target.path.name} outputs {missing[0]}",
+            expected="checkpoints of all linear-attention layers or of none",
+            found="no such output",
+            remedy=RE_EXPORT,
+        )
+    return sizes(target, due[0], 4, output=True)[0]
 
 
 def integer(key: str, value: Any, least: int = 0, below: int = 1 << 31) -> int:
@@ -247,9 +268,10 @@ def sizes(graph: GraphFile, name: str, rank: int, first: int = 1, *, output: boo
 
 
 def _check_names(config: dict[str, Any], package: Package) -> None:
-    """Every name of genai_config.json is in its graph, and every graph tensor is named."""
+    """Every name of genai_config.json is in its graph, and every graph tensor but checkpoints is named."""
     decoder, mtp = config["model"]["decoder"], config["model"].get("mtp")
-    _check_graph(package.target, decoder, package.full_layers, package.linear_layers, ())
+    unnamed = contract.checkpoint_names(package.linear_layers) if package.checkpoints else []
+    _check_graph(package.target, decoder, package.full_layers, package.linear_layers, unnamed=unnamed)
     if package.mtp and mtp:
         paged = (contract.BLOCK_TABLE, contract.CUMULATIVE_LENGTHS, contract.PAST_LENGTHS, contract.ATTENTION_METADATA)
         _check_graph(package.mtp, mtp, (0,), (), paged)
@@ -260,11 +282,12 @@ def _check_graph(
     section: dict[str, Any],
     cache_layers: tuple[int, ...],
     state_layers: tuple[int, ...],
-    implied: tuple[str, ...],
+    implied: Iterable[str] = (),
+    unnamed: Iterable[str] = (),
 ) -> None:
-    """implied: inputs that the engine names by the decoder's section."""
+    """implied: inputs that the engine names by the decoder's section. unnamed: outputs that no section may name."""
     for side, specs in (("inputs", graph.io.inputs), ("outputs", graph.io.outputs)):
-        named = set(implied) if side == "inputs" else set()
+        named = set(implied if side == "inputs" else unnamed)
         for name in section[side].values():
             layers = cache_layers if name.replace("%d", "{}") in contract.CACHE_TEMPLATES else state_layers
             named |= {name.replace("%d", str(layer)) for layer in layers} if "%d" in name else {name}
@@ -318,11 +341,26 @@ def _capture_facts(package: Package) -> list[tuple[str, int, GraphFile, int]]:
     graph, layer = package.target, package.linear_layers[0]
     heads, value_dim, key_dim = sizes(graph, contract.PAST_RECURRENT.format(layer), 4)
     if not package.capacity:
-        return []
+        return _checkpoint_facts(package)
     width = heads + package.linear_num_key_heads * key_dim + heads * value_dim
     captured, _ = sizes(graph, contract.CONV_UPDATE.format(layer), 3, output=True)
     (capsule,) = sizes(graph, contract.RECURRENT_UPDATE.format(layer), 2, output=True)
     return [
         ("state_update_capacity", package.capacity, graph, captured),
         ("width of a capsule (key_head_count)", package.capacity * width, graph, capsule),
+        *_checkpoint_facts(package),
     ]
+
+
+def _checkpoint_facts(package: Package) -> list[tuple[str, int, GraphFile, int]]:
+    """Every series of states is as long as the updates it is made of, and its states are the layer's."""
+    if not package.checkpoints:
+        return []
+    graph, facts = package.target, []
+    for layer in package.linear_layers:
+        pasts = (contract.PAST_CONV, 3), (contract.PAST_RECURRENT, 4)
+        for name, (past, rank) in zip(contract.checkpoint_names([layer]), pasts, strict=True):
+            due = (package.capacity, *sizes(graph, past.format(layer), rank))
+            found = sizes(graph, name, rank + 1, output=True)
+            facts += [(f"output {name}", expected, graph, size) for expected, size in zip(due, found, strict=True)]
+    return facts

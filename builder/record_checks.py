@@ -9,7 +9,7 @@ from builder import contract, ops
 from builder.checks import Check, judged
 from builder.errors import Refused
 from builder.graph import OPSETS
-from builder.manifest import MANIFEST_FILE, Initializer, Manifest, Origin
+from builder.manifest import MANIFEST_FILE, Initializer, Manifest, Origin, StateGroup, state_groups
 from builder.reader import CONFIG_FILE, Package
 from builder.weights import DATA_FILE, TRANSFORMED_FILE
 
@@ -23,6 +23,7 @@ def check_record(package: Package, found: Manifest) -> Iterator[Check]:
     yield judged("manifest contents", lambda: _contents(package, found))
     yield judged("manifest graphs", lambda: _graphs(package, found))
     yield judged("manifest origins", lambda: _origins(found))
+    yield judged("manifest state groups", lambda: _state_groups(package, found))
 
 
 def _contents(package: Package, found: Manifest) -> str:
@@ -64,6 +65,37 @@ def _graphs(package: Package, found: Manifest) -> str:
             remedy=RE_EXPORT,
         )
     return f"{dtype} for ONNX Runtime {ops.MINIMUM_RUNTIME}"
+
+
+def _state_groups(package: Package, found: Manifest) -> str:
+    """Checkpoints are those that the graph puts out, and what the package was asked to have."""
+    due = [StateGroup(**group) for group in state_groups(package.linear_layers, package.checkpoints)]
+    subject, graph = f"{MANIFEST_FILE} state_groups", package.target.path.name
+    if len(due) != len(found.state_groups):
+        raise Refused(
+            subject,
+            expected=f"{len(due)} groups with checkpoints, as {graph} has them",
+            found=len(found.state_groups),
+            remedy=RE_EXPORT,
+        )
+    for index, (group, other) in enumerate(zip(due, found.state_groups, strict=True)):
+        for key, value in group:
+            if getattr(other, key) != value:
+                raise Refused(
+                    f"{subject}[{index}] {key}",
+                    expected=f"{value}, as {graph} has it",
+                    found=getattr(other, key),
+                    remedy=RE_EXPORT,
+                )
+    option = "dense" if package.checkpoints else "compact" if package.capacity else "off"
+    if package.linear_layers and found.options.get("checkpoints") != option:
+        raise Refused(
+            f"{MANIFEST_FILE} options checkpoints",
+            expected=f"{option}, as {graph} has it",
+            found=found.options.get("checkpoints"),
+            remedy=RE_EXPORT,
+        )
+    return f"{package.checkpoints} checkpoints of {len(package.linear_layers)} layers" if due else "no checkpoints"
 
 
 def _origins(found: Manifest) -> str:

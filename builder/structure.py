@@ -19,7 +19,7 @@ from typing import Any
 
 import onnx
 
-from builder import digests
+from builder import digests, graph_file
 
 Pair = tuple[int, int]
 """Two numbers: a node of A and one of B by their place in the file; a node and the slot of one of its outputs."""
@@ -126,6 +126,11 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def reads(node: onnx.NodeProto) -> list[str]:
+    """The values that a node is given, then those that its branches take from outside by name."""
+    return [*node.input, *graph_file.captured(node)]
+
+
 def type_text(data_type: int, dims: Iterable[int]) -> str:
     """ "bfloat16[96, 64]"."""
     return f"{type_name(data_type)}{list(dims)}"
@@ -192,9 +197,10 @@ def _identities(graph: onnx.GraphProto, palette: Palette) -> tuple[list[int], di
     values[""] = palette.colour("left out")
     nodes = []
     for node in graph.node:
-        if any(name not in values for name in node.input):
+        given = reads(node)
+        if any(name not in values for name in given):
             return None
-        nodes.append(palette.colour((_own_key(node), tuple(values[name] for name in node.input))))
+        nodes.append(palette.colour((_own_key(node), tuple(values[name] for name in given))))
         values |= {name: palette.colour((nodes[-1], slot)) for slot, name in enumerate(node.output) if name}
     if any(entry.name not in values for entry in graph.output):
         return None
@@ -235,6 +241,7 @@ class Wiring:
     def __init__(self, graph: onnx.GraphProto, palette: Palette) -> None:
         self._palette = palette
         self._nodes = list(graph.node)
+        self._reads = [reads(node) for node in self._nodes]
         self._types = {tensor.name: type_text(tensor.data_type, tensor.dims) for tensor in graph.initializer}
         self._inputs = {entry.name for entry in graph.input}
         self._outputs = {entry.name for entry in graph.output}
@@ -242,12 +249,12 @@ class Wiring:
         made: dict[str, Pair] = {
             name: (i, slot) for i, node in enumerate(self._nodes) for slot, name in enumerate(node.output) if name
         }
-        self._producers = [[made.get(name) for name in node.input] for node in self._nodes]
+        self._producers = [[made.get(name) for name in names] for names in self._reads]
         self._users: list[list[Pair]] = [[] for _ in self._nodes]
         for i, edges in enumerate(self._producers):
             for producer, slot in filter(None, edges):
                 self._users[producer].append((slot, i))
-        own = [palette.colour(self._key(node)) for node in self._nodes]
+        own = [palette.colour(self._key(i)) for i in range(len(self._nodes))]
         near = self._wider(own)
         self.levels = (
             self._wider(near),
@@ -257,9 +264,10 @@ class Wiring:
             own,
         )
 
-    def _key(self, node: onnx.NodeProto) -> Hashable:
+    def _key(self, i: int) -> Hashable:
+        node = self._nodes[i]
         outputs = tuple(name in self._outputs for name in node.output)
-        return _own_key(node), tuple(map(self._kind, node.input)), outputs
+        return _own_key(node), tuple(map(self._kind, self._reads[i])), outputs
 
     def _kind(self, name: str) -> str:
         if name in self._types:
@@ -280,7 +288,7 @@ class Wiring:
         """Producers -> node -> users. whole: with the node's attributes and the types of its initializers."""
         node = self._nodes[i]
         settings = ", ".join(f"{name}={value}" for name, value in sorted(attributes(node).items()) if whole)
-        edges = zip(node.input, self._producers[i], strict=True)
+        edges = zip(self._reads[i], self._producers[i], strict=True)
         before = [self._nodes[edge[0]].op_type if edge else self._kind(name) for name, edge in edges if whole or edge]
         after = sorted(self._nodes[user].op_type for _, user in self._users[i])
         parts = (", ".join(_counted(before)), f"{op_name(node)}({settings})" if settings else op_name(node))

@@ -2,7 +2,8 @@
 
 A step reads each row's active bank and writes its inactive one, so nothing committed is ever overwritten. Where only
 a prefix of a row's tokens is kept, the inactive bank is rebuilt from the active one by replaying the captured state
-updates in float32; then the slot's banks swap. All layers of a kind lie in one array, [bank, layer, slot, ...].
+updates in float32, or taken from the step's checkpoints where the package has them; then the slot's banks swap. All
+layers of a kind lie in one array, [bank, layer, slot, ...].
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ MAX_VIEWS = 256
 
 @dataclass(frozen=True)
 class StateGeometry:
-    """Shapes of one slot of one layer: conv [C, K - 1], recurrent [Hv, dv, dk]; key_heads is Hk of the capsule."""
+    """Shapes of one slot of one layer: conv [C, K - 1], recurrent [Hv, dv, dk]; key_heads is Hk of the capsule.
+
+    checkpoints: states of each row that a step with drafts shows, 0 where it is rolled back by replay.
+    """
 
     layers: tuple[int, ...]
     conv: tuple[int, ...]
     recurrent: tuple[int, ...]
     key_heads: int
     capacity: int
+    checkpoints: int = 0
 
     @classmethod
     def of(cls, package: Package) -> StateGeometry | None:
@@ -44,11 +49,21 @@ class StateGeometry:
             tuple(map(int, io.input(contract.PAST_RECURRENT.format(first)).shape[1:])),
             package.linear_num_key_heads,
             package.capacity,
+            package.checkpoints,
         )
 
     @property
     def bytes_per_slot(self) -> int:
-        return 2 * 4 * len(self.layers) * int(np.prod(self.conv) + np.prod(self.recurrent))
+        return 2 * self._state_bytes
+
+    @property
+    def checkpoint_bytes_per_slot(self) -> int:
+        """Beside bytes_per_slot, as soon as a step drafts."""
+        return self.checkpoints * self._state_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        return 4 * len(self.layers) * int(np.prod(self.conv) + np.prod(self.recurrent))
 
     @property
     def capsule_width(self) -> int:
@@ -94,6 +109,7 @@ class FixedStates:
         self._free = list(range(num_slots - 1, -1, -1))
         self._stages: dict[int, Stage] = {}
         self._views: dict[tuple[int, ...], StateView] = {}
+        self._series: tuple[Array, Array] | None = None
 
     @property
     def num_free(self) -> int:
@@ -175,6 +191,25 @@ class FixedStates:
             )
         return self._stages[rows]
 
+    def checkpoints(self, view: StateView) -> dict[str, Array]:
+        """Arrays for the states after each token of a step with drafts; none where a package is rolled back by replay.
+
+        Every view has the same memory, which is taken when the first step drafts.
+        """
+        geometry = self.geometry
+        if not geometry.checkpoints:
+            return {}
+        if self._series is None:
+            size = (len(geometry.layers), self._conv.shape[2], geometry.checkpoints)
+            self._series = (
+                np.empty((*size, *geometry.conv), np.float32),
+                np.empty((*size, *geometry.recurrent), np.float32),
+            )
+        rows = len(view.slots)
+        names = contract.checkpoint_names(geometry.layers)
+        arrays = [series[layer, :rows] for layer in range(len(geometry.layers)) for series in self._series]
+        return dict(zip(names, arrays, strict=True))
+
     def prepare(self, view: StateView, kept: Sequence[int], lengths: Sequence[int]) -> None:
         """Brings each row's inactive bank to the state after its first kept[row] of lengths[row] tokens.
 
@@ -183,11 +218,25 @@ class FixedStates:
         gathered = len(view.key) == 1
         for row, slot in enumerate(view.slots):
             bank = 1 - self._active[slot]
-            if kept[row] < lengths[row]:
+            if kept[row] == 0:
+                self._conv[bank, :, slot] = self._conv[1 - bank, :, slot]
+                self._recurrent[bank, :, slot] = self._recurrent[1 - bank, :, slot]
+            elif kept[row] < lengths[row] and self.geometry.checkpoints:
+                self._pick(row, slot, kept[row], lengths[row])
+            elif kept[row] < lengths[row]:
                 self._replay(view.stage, row, slot, kept[row])
             elif gathered:
                 self._conv[bank, :, slot] = view.stage.conv_out[:, row]
                 self._recurrent[bank, :, slot] = view.stage.recurrent_out[:, row]
+
+    def _pick(self, row: int, slot: int, kept: int, length: int) -> None:
+        """The checkpoint after `kept` of a row's tokens; convolutions lie from the left, recurrences from the right."""
+        if self._series is None:
+            raise AssertionError("checkpoints were not bound in this step")
+        bank = 1 - self._active[slot]
+        conv, recurrent = self._series
+        self._conv[bank, :, slot] = conv[:, row, kept - 1]
+        self._recurrent[bank, :, slot] = recurrent[:, row, self.geometry.checkpoints - length + kept - 1]
 
     def _replay(self, stage: Stage, row: int, slot: int, kept: int) -> None:
         """Shift-appends raw rows to the convolution; S = decay * S + outer(delta, key) token by token, in float32."""

@@ -99,7 +99,7 @@ def step_tokens(package: Package, asked: int) -> int:
     return min(asked, max(1, MAX_LOGITS_BYTES // (4 * package.vocab_size)))
 
 
-def require_memory(package: Package, cached_tokens: int, num_slots: int, with_head: bool) -> None:
+def require_memory(package: Package, cached_tokens: int, num_slots: int, *, with_head: bool, drafting: bool) -> None:
     """Raises MachineError when caches of cached_tokens tokens and num_slots states exceed the machine's free memory."""
     layers = len(package.full_layers) + with_head
     values_per_token = 0
@@ -109,6 +109,8 @@ def require_memory(package: Package, cached_tokens: int, num_slots: int, with_he
     geometry = StateGeometry.of(package)
     caches = FLOAT_BYTES * values_per_token * cached_tokens
     states = num_slots * geometry.bytes_per_slot if geometry else 0
+    if geometry and drafting:
+        states += num_slots * geometry.checkpoint_bytes_per_slot
     memory.require(
         caches + states, "caches and states", "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"
     )

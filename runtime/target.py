@@ -32,7 +32,9 @@ class TargetModel:
     ) -> tuple[Array, Array]:
         """logits [T, vocab] and hidden states [T, hidden], valid until the next run of the same shape."""
         shape = shape_of(segments)
-        prepared = self._runs.get((shape, view.key if view else None), lambda: self._prepare(shape, view))
+        bind_checkpoints = self.package.checkpoints > 0 and any(capture_counts)
+        key = (shape, view.key if view else None, bind_checkpoints)
+        prepared = self._runs.get(key, lambda: self._prepare(shape, view, bind_checkpoints))
         prepared.batch.fill(segments)
         if self.package.capacity:
             prepared.extra[contract.CAPTURE_COUNT][:] = capture_counts
@@ -43,7 +45,8 @@ class TargetModel:
             self.on_run(segments, outputs)
         return outputs
 
-    def _prepare(self, shape: BatchShape, view: StateView | None) -> Prepared:
+    def _prepare(self, shape: BatchShape, view: StateView | None, bind_checkpoints: bool) -> Prepared:
+        """bind_checkpoints: on steps that draft, because on others the graph makes none."""
         batch, io = PackedBatch(shape), self.package.target.io
         extra: dict[str, Array] = {}
         if self.package.capacity:
@@ -51,8 +54,15 @@ class TargetModel:
             extra[contract.CAPTURE_ACTIVE] = np.zeros(1, np.int32)
         logits, hidden = (row_output(io, name, shape.num_tokens) for name in (contract.LOGITS, contract.HIDDEN_STATES))
         states_in, states_out = (view.inputs, view.outputs) if view else ({}, {})
+        checkpoints = self.states.checkpoints(view) if self.states and view and bind_checkpoints else {}
         bound = self._session.bind(
             {**batch.arrays, **extra, **self._cache.inputs, **states_in},
-            {contract.LOGITS: logits, contract.HIDDEN_STATES: hidden, **self._cache.outputs, **states_out},
+            {
+                contract.LOGITS: logits,
+                contract.HIDDEN_STATES: hidden,
+                **self._cache.outputs,
+                **states_out,
+                **checkpoints,
+            },
         )
         return Prepared(batch, extra, logits, hidden, bound)

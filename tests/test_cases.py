@@ -41,6 +41,7 @@ LINKING, STAGING, KILL = f"{BUILDER}/test_linking.py", f"{BUILDER}/test_staging.
 MANIFEST, PROVENANCE = f"{BUILDER}/test_manifest.py", f"{BUILDER}/test_provenance.py"
 ENGINE_TESTS, CONTROLS = f"{RUNTIME}/test_engine.py", f"{RUNTIME}/test_negative_controls.py"
 STATES, SAMPLING = f"{RUNTIME}/test_fixed_state.py", f"{RUNTIME}/test_sampling.py"
+FAKE, FAILURES = f"{RUNTIME}/test_engine_on_a_fake.py", f"{RUNTIME}/test_failures.py"
 
 
 @dataclass(frozen=True)
@@ -362,14 +363,15 @@ CASES: tuple[Case, ...] = (
     Case(
         "A35",
         "the order of requests in a step changes nobody's tokens",
-        (f"{STATES}::test_gathered_states_equal_views",),
-        ENGINE,
+        (f"{STATES}::test_gathered_states_equal_views", f"{FAILURES}::test_request_order_changes_nobodys_tokens"),
     ),
     Case(
         "A36",
         "rejected drafts leave no trace in the recurrent state",
-        (f"{ENGINE_TESTS}::test_any_drafter_gives_the_same_tokens",),
-        ENGINE,
+        (
+            f"{ENGINE_TESTS}::test_any_drafter_gives_the_same_tokens",
+            f"{FAILURES}::test_two_drafters_of_different_quality_give_the_same_tokens",
+        ),
     ),
     # A3: the head and its weights
     Case(
@@ -414,14 +416,16 @@ CASES: tuple[Case, ...] = (
             f"{ENGINE_TESTS}::test_chunked_prompt_primes_the_head_alike",
             f"{CONTROLS}::test_head_not_primed_on_the_prompt",
         ),
-        ENGINE,
     ),
-    Case("A42", "decoding is plain unless drafts are asked for", (f"{CLI}::test_run_is_plain_unless_asked",), ENGINE),
+    Case("A42", "decoding is plain unless drafts are asked for", (f"{CLI}::test_run_is_plain_unless_asked",)),
     Case(
         "A43",
         "acceptance is counted by position, and a floor can fail a check",
-        (f"{SAMPLING}::test_counters_of_rounds", f"{ENGINE_TESTS}::test_draft_counts_are_the_oracles"),
-        ENGINE,
+        (
+            f"{SAMPLING}::test_counters_of_rounds",
+            f"{ENGINE_TESTS}::test_draft_counts_are_the_oracles",
+            f"{RUNTIME}/test_trained_schedules.py::test_a_random_schedule",
+        ),
     ),
     # A4: the loop
     Case(
@@ -430,20 +434,24 @@ CASES: tuple[Case, ...] = (
         (
             f"{ENGINE_TESTS}::test_prefill_and_drafts_never_share_a_step",
             f"{RUNTIME}/test_scheduler.py::test_any_prompt_row_defers_all_drafts",
+            f"{FAKE}::test_a_prompt_joins_while_another_request_drafts",
         ),
-        ENGINE,
     ),
     Case(
         "A45",
         "a step that commits nothing leaves states as they were",
-        (f"{STATES}::test_nothing_committed_changes_before_commit",),
-        ENGINE,
+        (
+            f"{STATES}::test_nothing_committed_changes_before_commit",
+            f"{STATES}::test_a_row_that_keeps_nothing_keeps_its_state",
+        ),
     ),
     Case(
         "A46",
         "the turn ends at the first stop id, and nothing behind it is delivered or counted",
-        (f"{ENGINE_TESTS}::test_stop_id_inside_an_accepted_prefix_ends_the_turn",),
-        ENGINE,
+        (
+            f"{ENGINE_TESTS}::test_stop_id_inside_an_accepted_prefix_ends_the_turn",
+            f"{FAKE}::test_a_stop_id_at_every_place_of_an_accepted_draft",
+        ),
     ),
     Case(
         "A47",
@@ -451,29 +459,47 @@ CASES: tuple[Case, ...] = (
         (
             f"{ENGINE_TESTS}::test_generation_ends_at_the_context",
             f"{RUNTIME}/test_scheduler.py::test_drafts_are_clamped_to_the_tokens_left",
+            f"{FAKE}::test_the_last_positions_of_the_context",
         ),
-        ENGINE,
     ),
     Case(
         "A48",
         "no block is lost or owned twice",
-        (f"{RUNTIME}/test_blocks.py::test_no_block_is_lost_or_owned_twice",),
-        ENGINE,
+        (
+            f"{RUNTIME}/test_blocks.py::test_no_block_is_lost_or_owned_twice",
+            f"{RUNTIME}/test_schedules.py::test_random_schedules_give_plain_greedys_tokens",
+            f"{FAKE}::test_a_full_context_after_a_short_request",
+        ),
     ),
     Case(
         "A49",
         "a request that can never fit is refused with both numbers",
-        (f"{ENGINE_TESTS}::test_a_request_that_never_fits_is_refused_with_both_numbers",),
-        ENGINE,
+        (
+            f"{ENGINE_TESTS}::test_a_request_that_never_fits_is_refused_with_both_numbers",
+            f"{FAKE}::test_admission_counts_every_token_once",
+        ),
     ),
     Case(
         "A50",
         "the head stays level with the target after every round",
-        (f"{ENGINE_TESTS}::test_draft_counts_are_the_oracles",),
-        ENGINE,
+        (
+            f"{ENGINE_TESTS}::test_draft_counts_are_the_oracles",
+            f"{FAILURES}::test_the_head_is_level_with_the_target_after_every_round",
+        ),
     ),
-    Case("A51", "a run repeated by graph capture advances no state twice", owed=ENGINE),
-    Case("A52", "with a temperature the target's distribution is kept, and a seed is heeded", owed=ENGINE),
+    Case(
+        "A51",
+        "a run repeated by graph capture advances no state twice",
+        (f"{FAILURES}::test_graph_capture_runs_the_model_several_times_and_advances_no_state_twice",),
+    ),
+    Case(
+        "A52",
+        "with a temperature the target's distribution is kept, and a seed is heeded",
+        (
+            f"{RUNTIME}/test_sampling_distribution.py::test_each_tokens_distribution_is_the_targets",
+            f"{RUNTIME}/test_sampling_distribution.py::test_a_seed_gives_one_text_whatever_is_drafted",
+        ),
+    ),
     # A5: packaging, files, versions, safety
     Case(
         "A53",

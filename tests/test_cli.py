@@ -292,6 +292,23 @@ def test_a_line_has_sampling_of_its_own(package: Path, tmp_path: Path, answers: 
     assert "line 1: --top-p: expected above 0" in refuse(2, "run", package, "--requests", path)
 
 
+def test_dense_checkpoints(package: Path, tmp_path: Path, answers: Mapping[str, Any]) -> None:
+    """Exported, verified against transformers' answers, and run as a compact package is."""
+    dense = tmp_path / "dense"
+    succeed("export", TRAINED, dense, "--checkpoints", "dense")
+    found = succeed("verify", dense, "--reference", TRAINED / "reference.npz", "--min-acceptance", 0.6)
+    assert found["ok"]
+    details = {check["name"]: check["detail"] for check in found["checks"]}
+    assert details["manifest state groups"] == details["checkpoints model.onnx"] == "4 checkpoints of 6 layers"
+    ids = ",".join(map(str, answers["prompt_0"].tolist()))
+    both = [succeed("run", folder, "--token-ids", ids, "--draft-tokens", 3) for folder in (package, dense)]
+    tokens, accepted = ([run["requests"][0][key] for run in both] for key in ("token_ids", "drafts_accepted"))
+    assert tokens == [answers["greedy_0"].tolist()] * 2
+    assert accepted[0] == accepted[1] > 0
+    assert both[1]["requests"][0]["token_ids"] == answers["greedy_0"].tolist()
+    assert succeed("inspect", dense)["checkpoint_count"] == 4 and succeed("inspect", package)["checkpoint_count"] == 0
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_requests_file(package: Path, tmp_path: Path, answers: Mapping[str, Any], drafts: int) -> None:
     lines = [

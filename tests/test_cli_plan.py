@@ -65,7 +65,12 @@ def test_plan_takes_the_options_of_an_export() -> None:
     assert found["memory"]["context_length"] == 1000 and found["memory"]["batch_size"] == 3
     # A third of the layers are the head's no more, and 63 blocks of 16 tokens instead of 16 of 256.
     assert found["memory"]["kv_blocks"] * 3 * 4096 == plain["memory"]["kv_blocks"] * 2 * 3 * 63 * 16
-    assert succeed("plan", TRAINED, "--checkpoints", "off")["graphs"]["target"]["nodes"] > 100
+    off, dense = (succeed("plan", TRAINED, "--checkpoints", kind) for kind in ("off", "dense"))
+    assert 100 < off["graphs"]["target"]["nodes"] <= plain["graphs"]["target"]["nodes"]
+    # 4 states of 6 layers: 512 channels * 3 in two bytes, 8 heads of 32 x 32 in four.
+    more = 4 * 6 * (2 * 512 * 3 + 4 * 8 * 32 * 32)
+    assert dense["memory"]["verify_staging"] == plain["memory"]["verify_staging"] + more
+    assert dense["weights"] == plain["weights"]
 
 
 def test_plan_for_people(tiny: TinyFactory) -> None:

@@ -6,6 +6,7 @@ from builder import contract
 from builder.config import LayerType, ModelConfig
 from builder.graph import Graph, Value
 from builder.models.attention import Attention
+from builder.models.checkpoint_series import add_checkpoints
 from builder.models.gated_delta_net import GatedDeltaNet
 from builder.models.layers import Embedding, Linear, RMSNorm, TiedHead
 from builder.models.mlp import MLP
@@ -62,14 +63,17 @@ class Target:
             TiedHead(self.embed_tokens) if tied else Linear(tensors, "lm_head", config.vocab_size, config.hidden_size)
         )
 
-    def __call__(self, graph: Graph, positions: int, capacity: int) -> None:
-        """Fills `graph` (made with contract.target_io). positions: rows of the rotary tables."""
+    def __call__(self, graph: Graph, positions: int, capacity: int, checkpoints: int = 0) -> None:
+        """Fills `graph` (made with contract.target_io of the same numbers). positions: rows of the rotary tables."""
         step = Step.of(graph, self.config, positions, capacity)
         residual = self.embed_tokens(graph, graph.input(contract.INPUT_IDS))
         branch: Value | None = None
         for index, layer in enumerate(self.layers):
             with graph.scope(f"layers.{index}"):
                 residual, branch = layer(graph, residual, branch, index, step)
+        if checkpoints:
+            with graph.scope("checkpoints"):
+                add_checkpoints(graph, self.config, step)
         finish(graph, self.norm.after_last_add(graph, residual, branch), self.lm_head, contract.HIDDEN_STATES)
 
 

@@ -9,13 +9,15 @@ FLOAT = ir.DataType.FLOAT
 
 
 def widen(graph: ir.Graph) -> None:
-    """Every half-precision activation of `graph` becomes float32. Stored weights keep their bytes, cast on use."""
+    """Every half-precision activation of `graph`, branches included, becomes float32. Stored weights keep their bytes,
+    cast on use.
+    """
     stored = {value for value in graph.initializers.values() if value.dtype in HALF}
     for graph_input in graph.inputs:
         if graph_input.dtype in HALF:
             graph_input.dtype = FLOAT
     widened: dict[ir.Value, ir.Value] = {}
-    for node in list(graph):
+    for node in list(graph.all_nodes()):
         if node.op_type == "Cast" and node.attributes["to"].as_int() in HALF:
             node.attributes["to"] = ir.AttrInt64("to", int(FLOAT))
         if node.op_type == "Gather" and node.inputs[0] in stored:

@@ -25,6 +25,12 @@ TINY_PACKAGES: Mapping[str, tuple[writer.Dialect, Tiny, ExportOptions]] = {
         ExportOptions(weights="copy", context_length=100),
     ),
     "no capture": ("compressed-tensors", Tiny(gates="nvfp4"), ExportOptions(weights="copy", checkpoints="off")),
+    "dense": ("modelopt", Tiny(), ExportOptions(weights="copy", checkpoints="dense")),
+    "dense bfloat16": (
+        "compressed-tensors",
+        Tiny(mtp=False),
+        ExportOptions(weights="copy", checkpoints="dense", dtype="bfloat16", max_draft_tokens=1),
+    ),
     "linked": ("compressed-tensors", Tiny(vision=True, fp8_per_channel=True), ExportOptions(weights="link")),
 }
 PACKAGE_NAMES = ("trained", *TINY_PACKAGES)

@@ -6,6 +6,7 @@ Shares nothing with builder, so that the two can disagree.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,20 @@ def graph(package: Path, file: str = "model.onnx") -> onnx.GraphProto:
     return onnx.load(package / file, load_external_data=False).graph
 
 
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The graph, and those of its nodes' branches."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from graphs(attribute.g)
+
+
+def nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Those of branches too."""
+    return (node for one in graphs(graph) for node in one.node)
+
+
 def place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
     """File, offset and length of an external initializer."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -183,8 +198,8 @@ def dims(value: onnx.ValueInfoProto) -> list[int | str | None]:
 
 
 def element_types(graph: onnx.GraphProto) -> dict[str, str]:
-    """The type of every value of a graph in the words of the schemas, such as tensor(float16)."""
-    values = [*graph.value_info, *graph.input, *graph.output]
+    """The type of every value of a graph and its branches in the words of the schemas, such as tensor(float16)."""
+    values = [value for one in graphs(graph) for value in (*one.value_info, *one.input, *one.output)]
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     names = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}

@@ -680,3 +680,114 @@ def test_a_headless_package_has_no_head_to_check(tiny: TinyFactory, tmp_path: Pa
     builder.export(tiny("modelopt", Tiny(mtp=False)), tmp_path / "out", ExportOptions(weights="copy"))
     names = [check.name for check in audit(tmp_path / "out", deep=True)]
     assert "shared initializers" not in names and not any("mtp" in name for name in names)
+
+
+# Dense checkpoints
+
+
+def without(*names: str) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        kept = [value for value in graph.output if value.name not in names]
+        del graph.output[:]
+        graph.output.extend(kept)
+
+    return edit
+
+
+def always_taken(graph: onnx.GraphProto) -> None:
+    """Not where a step captures, but wherever the batch is not empty."""
+    node = next(node for node in graph.node if node.op_type == "If")
+    next(other for other in graph.node if node.input[0] in other.output).input[0] = "past_sequence_lengths"
+
+
+def longer(graph: onnx.GraphProto) -> None:
+    for value in graph.output:
+        if value.name.startswith("present_checkpoints."):
+            value.type.tensor_type.shape.dim[1].dim_value = 5
+
+
+CHECKPOINTS = [f"present_checkpoints.{layer}.{kind}" for layer in range(3) for kind in ("conv", "recurrent")]
+GROUPS = ("manifest.json", "state_groups")
+DENSE_FORGERIES: Mapping[str, tuple[Damage, str, str]] = {
+    "another count": (
+        edit_json(*GROUPS, 0, "checkpoint_count", value=3),
+        "manifest state groups",
+        "state_groups[0] checkpoint_count: expected 4, as model.onnx has it, found 3",
+    ),
+    "another alignment": (
+        edit_json(*GROUPS, 1, "checkpoint_alignment", value="left"),
+        "manifest state groups",
+        "state_groups[1] checkpoint_alignment: expected right, as model.onnx has it, found left",
+    ),
+    "no alignment": (
+        edit_json(*GROUPS, 0, "checkpoint_alignment", value="middle"),
+        "manifest",
+        "state_groups.0.checkpoint_alignment",
+    ),
+    "other layers": (
+        edit_json(*GROUPS, 0, "layer_ids", value=[0, 1]),
+        "manifest state groups",
+        "state_groups[0] layer_ids: expected [0, 1, 2], as model.onnx has it, found [0, 1]",
+    ),
+    "no groups": (
+        edit_json(*GROUPS, value=[]),
+        "manifest state groups",
+        "state_groups: expected 2 groups with checkpoints, as model.onnx has them, found 0",
+    ),
+    "another option": (
+        edit_json("manifest.json", "options", "checkpoints", value="compact"),
+        "manifest state groups",
+        "options checkpoints: expected dense, as model.onnx has it, found compact",
+    ),
+    "a missing output": (
+        edit_graph("model.onnx", without("present_checkpoints.1.recurrent")),
+        "configuration",
+        "outputs present_checkpoints.1.recurrent: expected checkpoints of all linear-attention layers or of none",
+    ),
+    "no outputs": (
+        edit_graph("model.onnx", without(*CHECKPOINTS)),
+        "manifest state groups",
+        "state_groups: expected 0 groups with checkpoints, as model.onnx has them, found 2",
+    ),
+    "more of them than updates": (
+        edit_graph("model.onnx", longer),
+        "configuration",
+        "model.onnx output present_checkpoints.0.conv: expected 4, found 5",
+    ),
+    "those of two layers exchanged": (
+        edit_graph("model.onnx", swap_outputs("present_checkpoints.0.recurrent", "present_checkpoints.1.recurrent")),
+        "checkpoints model.onnx",
+        "output present_checkpoints.0.recurrent: expected made of past.0.recurrent, found past.1.recurrent",
+    ),
+    "always made": (
+        edit_graph("model.onnx", always_taken),
+        "checkpoints model.onnx",
+        "output present_checkpoints.0.conv: expected an If on state_update_active",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DENSE_FORGERIES)
+def test_a_change_of_checkpoints_is_named(packages: Mapping[str, Path], tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(packages["dense"], tmp_path / "package"))
+    damage, check, words = DENSE_FORGERIES[name]
+    damage(folder)
+    forge(folder)
+    wrong = failed(folder, deep=True)
+    assert not any(name.startswith("file ") for name in wrong), wrong
+    assert check in wrong and words in wrong[check], wrong
+
+
+def test_a_manifest_that_promises_checkpoints_to_a_graph_without_is_named(package: Path) -> None:
+    edit_json("manifest.json", "options", "checkpoints", value="dense")(package)
+    forge(package)
+    assert "options checkpoints: expected compact" in failed(package)["manifest state groups"]
+
+
+def test_a_manifest_from_before_there_were_checkpoints_is_whole(package: Path) -> None:
+    path = package / "manifest.json"
+    document = json.loads(path.read_text("utf-8"))
+    del document["state_groups"]
+    path.write_text(json.dumps(document), "utf-8")
+    (package / "build.json").unlink()
+    assert failed(package) == {}

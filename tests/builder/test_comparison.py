@@ -39,6 +39,7 @@ UNLIKE: Mapping[str, ExportOptions] = {
     "seven drafts": ExportOptions(weights="link", max_draft_tokens=7),
     "small blocks": ExportOptions(weights="link", block_size=16),
     "headless": ExportOptions(weights="link", mtp="off"),
+    "dense": ExportOptions(weights="link", checkpoints="dense"),
 }
 TEXTS = {"tokenizer.json": '{"model": {}}', "chat_template.jinja": "{{ messages }}"}
 
@@ -178,6 +179,20 @@ def test_more_drafts_are_an_attribute_and_the_shapes_that_follow(exports: Mappin
     )
     assert not found.graphs["mtp.onnx"]
     assert found.config["overlays/latency.json"].changed == {"speculative.max_draft_tokens": (3, 7)}
+
+
+def test_dense_checkpoints_are_outputs_a_branch_and_what_the_manifest_says_of_them(exports: Mapping[str, Path]) -> None:
+    found = builder.diff(exports["linked"], exports["dense"])
+    graph = found.graphs["model.onnx"]
+    names = {f"present_checkpoints.{layer}.{kind}" for layer in range(3) for kind in ("conv", "recurrent")}
+    assert set(graph.outputs.added) == names and not graph.outputs.removed and not graph.outputs.changed
+    assert not graph.inputs and not found.graphs["mtp.onnx"] and not found.config["genai_config.json"]
+    assert count(graph.structure) == (0, 2)
+    assert sorted(str(group.b).split("(")[0].split(" -> ")[-1] for group in graph.structure.added) == ["Cast", "If"]
+    changes = found.provenance
+    assert changes.changed == {"options.checkpoints": ("compact", "dense")} and changes.removed == {"state_groups": []}
+    assert changes.added["state_groups[1].checkpoint_alignment"] == "right"
+    assert changes.added["state_groups[0].checkpoint_count"] == 4
 
 
 def test_a_package_without_the_head_lacks_its_files(exports: Mapping[str, Path]) -> None:
@@ -614,6 +629,38 @@ def test_nodes_out_of_order_are_never_called_a_renaming() -> None:
     rename(b.graph)
     found = graph_comparison.compare(a, b)
     assert not found.renamed and not found.content_equal and not found.structure
+
+
+def branching(*inner: str, outer: str = "a: c = Neg x\nb: d = Exp x") -> Any:
+    """A model whose If takes values of the graph around it by their names alone."""
+    branches = {}
+    for name, line in zip(("then_branch", "else_branch"), inner, strict=True):
+        op, taken = line.split()
+        made = helper.make_tensor_value_info(f"{name} made", TensorProto.FLOAT, [4])
+        node = helper.make_node(op, [taken], [made.name], name=f"{name} inner")
+        branches[name] = helper.make_graph([node], name, [], [made])
+    return graph_of(f"{outer}\nc: p = If y\nd: q = Add c d", c=branches)
+
+
+def test_what_a_branch_takes_by_name_is_an_input_like_any_other() -> None:
+    """Two values exchanged outside of the branch: no text of it differs, and it computes something else."""
+    a = branching("Abs c", "Abs d")
+    b = branching("Abs c", "Abs d", outer="a: d = Neg x\nb: c = Exp x")
+    next(node for node in b.graph.node if node.op_type == "Add").input[:] = ["d", "c"]
+    found = graph_comparison.compare(a, b)
+    assert not found.content_equal and not found.renamed and found.structure
+    assert not graph_comparison.compare(a, branching("Abs c", "Abs d"))
+    renamed = branching("Abs c", "Abs d")
+    for node in renamed.graph.node:
+        node.name = f"other {node.name}"
+    found = graph_comparison.compare(a, renamed)
+    assert found.renamed and found.content_equal
+
+
+@pytest.mark.parametrize("inner", [("Abs d", "Abs d"), ("Neg c", "Abs d"), ("Abs x", "Abs d")])
+def test_another_branch_is_another_node(inner: tuple[str, str]) -> None:
+    found = graph_comparison.compare(branching("Abs c", "Abs d"), branching(*inner))
+    assert not found.content_equal and found.first == ("c", "c") and set(found.nodes.changed) == {"c"}
 
 
 def test_another_spelling_of_onnx_own_domain_is_no_change() -> None:

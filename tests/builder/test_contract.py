@@ -46,6 +46,19 @@ def test_sizes_of_the_target() -> None:
     assert outputs["logits"] == ("num_tokens", 1000) and outputs["hidden_states"] == ("num_tokens", 100)
 
 
+def test_sizes_of_checkpoints() -> None:
+    """The states' own, with a slot for every captured token; none unless they are asked for."""
+    config = parse_config({**CONFIG, **UNLIKE})
+    with_them, without = (contract.target_io(config, "bfloat16", 6, count) for count in (6, 0))
+    more = {spec.name: (spec.dtype, spec.shape) for spec in with_them.outputs[len(without.outputs) :]}
+    assert with_them.inputs == without.inputs and with_them.outputs[: len(without.outputs)] == without.outputs
+    assert more == {
+        f"present_checkpoints.{layer}.{kind}": (dtype, ("num_checkpoint_rows", 6, *shape))
+        for layer in range(3)
+        for kind, dtype, shape in (("conv", "bfloat16", (180, 4)), ("recurrent", "float32", (10, 11, 7)))
+    }
+
+
 def test_sizes_of_the_head() -> None:
     io = contract.mtp_io(parse_config({**CONFIG, **UNLIKE}), "float16")
     assert shapes(io.inputs)["past_key_values.0.value"] == ("num_blocks", "block_size", 3, 32)

@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("weights", "move", "--weights: expected auto or link or copy"),
         ("dtype", "float32", "--dtype: expected auto or float16 or bfloat16"),
         ("mtp", "on", "--mtp: expected auto or off or require"),
-        ("checkpoints", "dense", "--checkpoints: expected compact or off"),
+        ("checkpoints", "sparse", "--checkpoints: expected compact or dense or off"),
         ("block_size", 0, "--block-size: expected a power of two"),
         ("block_size", 8, "--block-size: expected a power of two"),
         ("block_size", 48, "--block-size: expected a power of two"),

@@ -22,7 +22,15 @@ from builder.weights import Stored
 from fixtures.writer import CONFIG
 from tests.builder import oracle
 
-SYMBOLS = {"num_tokens", "batch_size", "batch_size + 1", "max_num_blocks", "num_blocks", "block_size"}
+SYMBOLS = {
+    "num_tokens",
+    "batch_size",
+    "batch_size + 1",
+    "max_num_blocks",
+    "num_blocks",
+    "block_size",
+    "num_checkpoint_rows",
+}
 GEMM_OPS = {
     "nvfp4": "MatMulBlockQuantizedFp4Weight",
     "fp8": "MatMulBlockQuantizedFp8Weight",
@@ -106,6 +114,46 @@ def test_the_targets_interface(packages: Mapping[str, Path], name: str, dtype: s
     assert interface(graph.output) == rows | states("present", dtype) | new_cache | captured
 
 
+@pytest.mark.parametrize(("name", "dtype", "count"), [("dense", "FLOAT16", 4), ("dense bfloat16", "BFLOAT16", 2)])
+def test_dense_checkpoints_are_two_outputs_more_of_each_layer(
+    packages: Mapping[str, Path], name: str, dtype: str, count: int
+) -> None:
+    graph = oracle.graph(packages[name])
+    shapes = {"conv": (dtype, [128, 3]), "recurrent": ("FLOAT", [4, 16, 16])}
+    more = {
+        f"present_checkpoints.{layer}.{kind}": (kind_of, ["num_checkpoint_rows", count, *shape])
+        for layer in range(3)
+        for kind, (kind_of, shape) in shapes.items()
+    }
+    outputs = interface(graph.output)
+    assert {key: outputs.pop(key) for key in list(outputs) if key in more} == more
+    assert outputs.items() >= (states("present", dtype) | updates(dtype, count)).items()
+    assert not any("checkpoints" in key for key in outputs)
+
+
+def test_dense_checkpoints_change_nothing_else(packages: Mapping[str, Path]) -> None:
+    """Inputs, nodes, their order, and the configuration are those of the compact package, with two nodes more."""
+    compact, dense = (oracle.graph(packages[name]) for name in ("tiny", "dense"))
+    assert list(dense.input) == list(compact.input)
+    assert list(dense.output)[: len(compact.output)] == list(compact.output)
+    added = [node for node in dense.node if node.op_type == "If" or node.output[0] in nodes(dense, "If")[0].input]
+    assert [node.op_type for node in added] == ["Cast", "If"] and added[0].input == ["state_update_active"]
+    rest = [(node.op_type, len(node.input), len(node.output)) for node in dense.node if node not in added]
+    assert rest == [(node.op_type, len(node.input), len(node.output)) for node in compact.node]
+    for file in ("genai_config.json", "mtp.onnx", "weights.data", "overlays/plain.json"):
+        assert (packages["dense"] / file).read_bytes() == (packages["tiny"] / file).read_bytes(), file
+
+
+def test_every_value_of_a_branch_has_a_type(packages: Mapping[str, Path]) -> None:
+    for name in ("dense", "dense bfloat16"):
+        (node,) = nodes(oracle.graph(packages[name]), "If")
+        for attribute in node.attribute:
+            branch = attribute.g
+            typed = {value.name for value in (*branch.value_info, *branch.output) if value.type.tensor_type.elem_type}
+            assert {output for inner in branch.node for output in inner.output} <= typed, attribute.name
+            assert {inner.domain for inner in branch.node} == {""}, "kernels of every provider"
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "logits"), [("tiny", "FLOAT16", "FLOAT16"), ("bfloat16", "BFLOAT16", "FLOAT")]
 )
@@ -147,21 +195,31 @@ def test_every_value_has_a_type_a_rank_and_known_dimensions(package_folder: Path
                     assert (isinstance(dim, int) and dim > 0) or dim in SYMBOLS, f"{file}: {name} has {dim}"
 
 
+def follow(graph: onnx.GraphProto, known: list[str], used: set[str]) -> None:
+    """Adds what nodes make and read, in the order of execution; branches know what is made outside before them."""
+    for node in graph.node:
+        for name in filter(None, node.input):
+            assert name in known, f"{node.name} reads {name} before anything makes it"
+            used.add(name)
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                assert not attribute.g.input and not attribute.g.initializer
+                used |= {value.name for value in attribute.g.output}
+                follow(attribute.g, known, used)
+        known += filter(None, node.output)
+
+
 def test_no_name_dangles_and_nothing_is_left_over(package_folder: Path) -> None:
     for file in files(package_folder):
         graph = oracle.graph(package_folder, file)
         known = [value.name for value in graph.input] + [tensor.name for tensor in graph.initializer]
         used: set[str] = {value.name for value in graph.output}
-        for node in graph.node:  # in the order of execution
-            for name in filter(None, node.input):
-                assert name in known, f"{file}: {node.name} reads {name} before anything makes it"
-                used.add(name)
-            known += filter(None, node.output)
+        follow(graph, known, used)
         assert len(known) == len(set(known)), "a name is made twice"
         paged_only = {"attention_metadata", "block_table"} if not nodes(graph, "PagedAttention") else set()
         unread = {name for name in known if name not in used} - paged_only
         assert not unread, f"{file}: nobody reads {sorted(unread)[:3]}"
-        names = [node.name for node in graph.node]
+        names = [node.name for node in oracle.nodes(graph)]
         assert all(names) and len(names) == len(set(names))
 
 
@@ -228,6 +286,17 @@ def test_onnx_checker_would_object(packages: Mapping[str, Path]) -> None:
     def unknown_attribute(graph: onnx.GraphProto) -> None:
         nodes(graph, "Gemm")[0].attribute.append(onnx.helper.make_attribute("transC", 1))
 
+    def wrongly_branched(graph: onnx.GraphProto) -> None:
+        (node,) = nodes(graph, "If")
+        branch = next(attribute.g for attribute in node.attribute if attribute.name == "then_branch")
+        next(inner for inner in branch.node if inner.op_type == "Unsqueeze").input[0] = "past.0.conv"
+
+    model = onnx.load(packages["dense"] / "model.onnx", load_external_data=False)
+    checked(model)
+    wrongly_branched(model.graph)
+    with pytest.raises((onnx.shape_inference.InferenceError, onnx.checker.ValidationError)):
+        checked(model)
+
     for fault in (narrowed_twice, untransposed, wrongly_split, wrongly_declared, unknown_attribute):
         model = onnx.load(packages["tiny"] / "model.onnx", load_external_data=False)
         fault(model.graph)
@@ -281,7 +350,9 @@ def test_versions_are_pinned(package_folder: Path) -> None:
         assert {opset.domain: opset.version for opset in model.opset_import} == {"": 21, "com.microsoft": 1}
         assert not model.functions and not model.metadata_props
         assert {node.domain for node in model.graph.node} == {"", "com.microsoft"}
-        assert not any(node.metadata_props for node in model.graph.node)  # paths and line numbers of the exporter
+        assert not any(
+            node.metadata_props for node in oracle.nodes(model.graph)
+        )  # paths and line numbers of the exporter
 
 
 def test_graph_files_are_small_and_weights_external(package_folder: Path) -> None:

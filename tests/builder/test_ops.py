@@ -22,6 +22,7 @@ ATTRIBUTE_TYPES = {
     onnx.AttributeProto.STRING: "STRING",
     onnx.AttributeProto.INTS: "INTS",
     onnx.AttributeProto.TENSOR: "TENSOR",
+    onnx.AttributeProto.GRAPH: "GRAPH",
 }
 
 
@@ -52,7 +53,7 @@ def test_every_node_conforms_to_its_schema(package_folder: Path) -> None:
     for path in sorted(package_folder.glob("*.onnx")):
         graph = oracle.graph(package_folder, path.name)
         types = oracle.element_types(graph)
-        for node in graph.node:
+        for node in oracle.nodes(graph):
             check_node(node, types)
 
 

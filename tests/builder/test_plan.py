@@ -50,8 +50,9 @@ def test_the_api_can_be_used_again() -> None:
         (Tiny(mtp=False, tied=True), ExportOptions(context_length=100)),
         (Tiny(tied=True), ExportOptions(checkpoints="off", block_size=16)),
         (Tiny(), ExportOptions(mtp="off")),
+        (Tiny(), ExportOptions(checkpoints="dense")),
     ],
-    ids=["plain", "varied", "headless", "tied", "off"],
+    ids=["plain", "varied", "headless", "tied", "off", "dense"],
 )
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_bytes_are_those_that_an_export_writes(
@@ -226,6 +227,10 @@ def test_memory_is_what_the_hand_reckons(tiny: TinyFactory) -> None:
     # 2 requests * 4 rows * 3 layers * (128 channels in two bytes, 4 decays + 32 of keys + 64 of deltas in four),
     # and 2 requests * 4 rows of 96 logits in four
     assert memory.pop("verify_staging") == 2 * 4 * 3 * (256 + 400) + 2 * 4 * 384
+    # with dense checkpoints 4 states more of each of 3 layers for each of 2 requests, of one bank's size
+    dense = builder.plan(tiny("modelopt"), ExportOptions(context_length=300, checkpoints="dense"), 2).memory
+    assert dense["total"] - found.memory["total"] == 2 * 4 * 3 * (768 + 4096)
+    assert dense["verify_staging"] - found.memory["verify_staging"] == 2 * 4 * 3 * (768 + 4096)
     assert sum(memory.values()) - 2 * memory["total"] == -memory["total"] and set(memory) == {"total"}
     assert memory["total"] == found.memory["weights"] + 262144 + 58368 + 18816
 

@@ -215,7 +215,7 @@ def test_required_ops_are_those_of_the_graphs(pair: tuple[Path, Path]) -> None:
     for file, record in manifest(package)["graphs"].items():
         model = onnx.load(package / file, load_external_data=False)
         found: dict[tuple[str, str], set[str]] = {}
-        for node in model.graph.node:
+        for node in oracle.nodes(model.graph):
             attributes = {attribute.name for attribute in node.attribute}
             found.setdefault((node.domain or "ai.onnx", node.op_type), set()).update(attributes)
         listed = {(op["domain"], op["op"]): op["attributes"] for op in record["required_ops"]}
@@ -227,6 +227,32 @@ def test_required_ops_are_those_of_the_graphs(pair: tuple[Path, Path]) -> None:
     assert ("com.microsoft", "GatedDeltaNet") in {
         (op["domain"], op["op"]) for op in manifest(package)["graphs"]["model.onnx"]["required_ops"]
     }
+
+
+def test_checkpoints_are_recorded_by_group_in_the_words_of_the_first_design(packages: Mapping[str, Path]) -> None:
+    """Convolutions from the left, recurrences from the right; nothing of a package without them."""
+    for name, count in (("dense", 4), ("dense bfloat16", 2)):
+        assert manifest(packages[name])["state_groups"] == [
+            {
+                "kind": "fixed",
+                "layer_ids": [0, 1, 2],
+                "bindings": {
+                    "state": {
+                        "input": f"past.%d.{kind}",
+                        "output": f"present.%d.{kind}",
+                        "checkpoints": f"present_checkpoints.%d.{kind}",
+                    }
+                },
+                "checkpoint_count": count,
+                "checkpoint_alignment": alignment,
+            }
+            for kind, alignment in (("conv", "left"), ("recurrent", "right"))
+        ]
+        assert manifest(packages[name])["options"]["checkpoints"] == "dense"
+        assert f"| checkpoints | {count} states a request |" in (packages[name] / "README.md").read_text("utf-8")
+    for name in ("tiny", "no capture"):
+        assert manifest(packages[name])["state_groups"] == []
+        assert "| checkpoints |" not in (packages[name] / "README.md").read_text("utf-8")
 
 
 def test_the_producer_is_what_is_installed(pair: tuple[Path, Path]) -> None:

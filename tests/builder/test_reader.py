@@ -46,7 +46,7 @@ def test_a_package_reads_as_it_was_exported(packages: Mapping[str, Path]) -> Non
         256,
         100,
     )
-    assert package.eos_token_ids == (89,)
+    assert package.eos_token_ids == (89,) and package.checkpoints == 0
     assert package.target.io.input("past.2.conv").shape == ("batch_size", 128, 3)
     assert package.target.io.output("logits").dtype == "float16"
     assert package.mtp is not None and package.mtp.io.output("hidden_states_out").shape == ("num_tokens", 64)
@@ -57,6 +57,7 @@ def test_options_survive(packages: Mapping[str, Path]) -> None:
     assert reader.read(packages["headless"]).context_length == 100
     bare = reader.read(packages["no capture"])
     assert (bare.capacity, bare.max_draft_tokens, bare.linear_num_key_heads) == (0, 0, 0)
+    assert reader.read(packages["dense"]).checkpoints == 4 and reader.read(packages["dense bfloat16"]).checkpoints == 2
     assert reader.read(packages["bfloat16"]).target.io.output("logits").dtype == "float32"
 
 

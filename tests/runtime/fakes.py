@@ -121,7 +121,7 @@ class FakeTarget:
         if not inputs[contract.CAPTURE_ACTIVE][0] or lengths.max() > CAPACITY:
             captures[:] = 0  # as a chunked kernel does for the whole batch when one row is long
         for name in outputs:
-            if name.startswith("state_update"):
+            if name.startswith(("state_update", "present_checkpoints")):
                 outputs[name][:] = np.nan  # whatever is not captured must never be read
         for row in range(len(inputs[contract.PAST_LENGTHS])):
             self._row(row, int(captures[row]), inputs, outputs)
@@ -145,6 +145,10 @@ class FakeTarget:
                     self._capture(outputs, row, slot, index - start, (value - hashes[slot], token))
                 hashes[slot] = value
                 convs[slot] = np.column_stack([convs[slot][:, 1:], _conv_row(token)])
+                if index - start < captured and contract.CONV_CHECKPOINTS.format(0) in outputs:
+                    series = [outputs[name] for name in contract.checkpoint_names([(0, 2)[slot]])]
+                    series[0][row, index - start] = convs[slot]
+                    series[1][row, CAPACITY - captured + index - start] = value
             outputs[contract.LOGITS][index] = state.logits
             outputs[contract.HIDDEN_STATES][index] = (state.first, state.second, total, state.last, state.before)
         for slot, layer in enumerate((0, 2)):
@@ -219,18 +223,23 @@ def _total(keys: Array, blocks: Array, position: int, shift: int = 0) -> int:
 
 
 def fake_package(
-    target: FakeTarget | None = None, head: FakeHead | None = None, *, context_length: int = 256
+    target: FakeTarget | None = None,
+    head: FakeHead | None = None,
+    *,
+    context_length: int = 256,
+    dense: bool = False,
 ) -> LoadedPackage:
-    """A package around the fakes: MTP head, capacity for CAPACITY - 1 drafts, no stop ids."""
-    geometry = Geometry()
+    """A package around the fakes: a head, capacity for CAPACITY - 1 drafts, no stop ids, dense checkpoints or none."""
+    geometry, checkpoints = Geometry(), CAPACITY if dense else 0
     package = Package(
         folder=Path("fake"),
-        target=GraphFile(Path("fake/model.onnx"), contract.target_io(geometry, "float32", CAPACITY)),
+        target=GraphFile(Path("fake/model.onnx"), contract.target_io(geometry, "float32", CAPACITY, checkpoints)),
         mtp=GraphFile(Path("fake/mtp.onnx"), contract.mtp_io(geometry, "float32")),
         full_layers=(1,),
         linear_layers=(0, 2),
         linear_num_key_heads=1,
         capacity=CAPACITY,
+        checkpoints=checkpoints,
         vocab_size=VOCAB,
         context_length=context_length,
         block_size=4,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -124,6 +126,22 @@ def test_a_new_slot_joins_the_bank_of_its_companion() -> None:
     states.commit(states.view([first]))
     second = states.take(first)
     assert states.view([first, second]).key == (2, 1, 0)
+
+
+@pytest.mark.parametrize("checkpoints", [0, 4])
+def test_a_row_that_keeps_nothing_keeps_its_state(checkpoints: int) -> None:
+    """Case A45: a verifier may refuse even the anchor. To the byte, whatever the run has left in the other bank."""
+    random = np.random.default_rng(0)
+    states = FixedStates(replace(GEOMETRY, checkpoints=checkpoints), 2)
+    slots = [states.take() for _ in range(2)]
+    states._conv[:] = random.standard_normal(states._conv.shape)
+    states._recurrent[:] = random.standard_normal(states._recurrent.shape)
+    before = [(states._conv[0, :, slot].tobytes(), states._recurrent[0, :, slot].tobytes()) for slot in slots]
+    view = states.view(slots)
+    states.checkpoints(view)
+    states.prepare(view, [0, 0], [4, 1])
+    states.commit(view)
+    assert [(states._conv[1, :, s].tobytes(), states._recurrent[1, :, s].tobytes()) for s in slots] == before
 
 
 def test_a_view_that_is_not_the_newest_is_not_committed() -> None:

@@ -86,6 +86,7 @@ class Schedules(RuleBasedStateMachine):
         wrong_every=st.integers(0, 4),
         repeats=st.sampled_from([1, 1, 1, 3]),
         proposer=st.sampled_from(["mtp", "mtp", "mtp", "ngram"]),
+        dense=st.booleans(),
     )
     def make(
         self,
@@ -97,11 +98,12 @@ class Schedules(RuleBasedStateMachine):
         wrong_every: int,
         repeats: int,
         proposer: Any,
+        dense: bool,
     ) -> None:
         self.head = FakeHead(wrong_every, repeats)
         self.watch = Held()
         self.engine = Engine(
-            fake_package(FakeTarget(repeats), self.head),
+            fake_package(FakeTarget(repeats), self.head, dense=dense),
             EngineOptions(
                 num_blocks=max(1, tokens_in_pool // block_size),
                 block_size=block_size,
