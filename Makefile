@@ -9,7 +9,7 @@ MODELOPT := .venv-modelopt
 FUZZ := .venv-fuzz
 RUNS ?= 20000
 
-.PHONY: demo test package-check test-reference test-all test-modelopt fuzz lint bench clean
+.PHONY: demo test test-nightly package-check test-reference test-all test-modelopt fuzz lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m fixtures.demo
@@ -28,6 +28,11 @@ package-check: $(VENV)/.test
 		build/package-check/released build/package-check/work \
 		--reference $(TRAINED)/reference.npz --min-acceptance 0.6
 	cmp build/package-check/released/manifest.json build/package-check/work/package/manifest.json
+
+# The random schedules of `make test` are a few hundred.
+test-nightly: $(VENV)/.test
+	SCHEDULES=20000 TRAINED_SCHEDULES=200 $(BIN)/python -m pytest tests/runtime/test_schedules.py \
+		tests/runtime/test_trained_schedules.py
 
 test-reference: $(VENV)/.reference
 	$(BIN)/python -m pytest -m reference
