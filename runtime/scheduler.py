@@ -92,7 +92,7 @@ def plan_step(
     prefills = _chunks(kept, room)
     if not preempted and not deferred:
         prefills += _admissions(waiting, limits.max_requests - len(kept), room)
-    if not prefills:
+    if limits.max_draft_tokens and not prefills:
         decodes = [_with_drafts(row, min(wanted(row.request), limits.max_draft_tokens), room) for row in decodes]
     return StepPlan((*decodes, *prefills), tuple(preempted), tuple(deferred))
 
@@ -150,7 +150,9 @@ def _chunk(request: Request, room: _Room) -> RowPlan:
 def _with_drafts(row: RowPlan, wanted: int, room: _Room) -> RowPlan:
     """As many drafts as are wanted, useful, and fit what is left of tokens and blocks."""
     request = row.request
-    drafts = max(0, min(wanted, request.draft_room, room.tokens))
+    drafts = min(wanted, request.draft_room, room.tokens)
+    if drafts <= 0:
+        return row
     first = request.num_cached + 1
     while room.missing(request, first + drafts) - room.missing(request, first) > room.blocks:
         drafts -= 1
