@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from runtime.packing import Array
+from runtime.prepared import Prepared
 from runtime.request import FinishReason, Request
-from runtime.sampling import choose, greedy, verified
+from runtime.sampling import choose, verified
 from runtime.scheduler import RowPlan
 
 
@@ -30,29 +31,29 @@ class Verdict:
         return sum(1 for draft, token in zip(self.drafts, self.tokens, strict=False) if draft == token)
 
 
-def accept(rows: Sequence[RowPlan], drafts: Mapping[Request, Sequence[int]], logits: Array) -> list[Verdict]:
-    """logits [T, vocab] of the packed rows. The last 1 + D rows of a request that samples choose its next tokens."""
+def accept(rows: Sequence[RowPlan], drafts: Mapping[Request, Sequence[int]], run: Prepared) -> list[Verdict]:
+    """run: what the target gave for the packed rows. The last 1 + D of a request that samples choose its tokens."""
     ends = accumulate(row.length for row in rows)
     wanted = [
         range(end - 1 - row.num_drafts, end) if row.samples else range(0) for row, end in zip(rows, ends, strict=True)
     ]
-    best = _greedily(rows, wanted, logits)
+    best = _greedily(rows, wanted, run)
     verdicts = []
     for row, indices in zip(rows, wanted, strict=True):
         proposed = tuple(drafts.get(row.request, ()))
         if not row.samples:
             verdicts.append(Verdict(proposed, (), row.num_tokens, 0, None))
             continue
-        chosen = best.get(row.request) or _by_options(row.request, proposed, logits[indices])
+        chosen = best.get(row.request) or _by_options(row.request, proposed, run.logits[indices])
         verdicts.append(_verdict(row, proposed, verified(proposed, chosen)))
     return verdicts
 
 
-def _greedily(rows: Sequence[RowPlan], wanted: Sequence[range], logits: Array) -> dict[Request, list[int]]:
-    """The best tokens of every row that is decoded greedily, in one pass over the logits."""
+def _greedily(rows: Sequence[RowPlan], wanted: Sequence[range], run: Prepared) -> dict[Request, list[int]]:
+    """The best tokens of every row that is decoded greedily, in one pass."""
     pairs = [(row, indices) for row, indices in zip(rows, wanted, strict=True) if row.request.sampling.is_greedy]
     needed = [index for _, indices in pairs for index in indices]
-    chosen = iter(greedy(logits if len(needed) == len(logits) else logits[needed]))
+    chosen = iter(run.best(needed))
     return {row.request: [next(chosen) for _ in indices] for row, indices in pairs if indices}
 
 

@@ -180,13 +180,16 @@ class Engine:
             transaction.reserve(self._running[0].slot if self._running else None)
             drafted = self._draft(rows, proposals)
             self._reach("draft")
-            logits, hidden = self.target.run(
-                transaction.segments(drafted.tokens), transaction.view, transaction.capture_counts()
+            run = self.target.run(
+                transaction.segments(drafted.tokens),
+                transaction.view,
+                transaction.capture_counts(),
+                with_logits=any(not row.request.sampling.is_greedy for row in rows),
             )
             self._reach("run")
-            verdicts = accept(rows, drafted.tokens, logits)
+            verdicts = accept(rows, drafted.tokens, run)
             self._reach("accept")
-            followed = self._follow(rows, verdicts, hidden)
+            followed = self._follow(rows, verdicts, run.hidden)
             self._reach("follow")
             kept = [verdict.kept for verdict in verdicts]
             transaction.prepare(kept)

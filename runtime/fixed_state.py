@@ -99,10 +99,7 @@ class FixedStates:
 
     def __init__(self, geometry: StateGeometry, num_slots: int) -> None:
         self.geometry = geometry
-        layers = len(geometry.layers)
-        self._conv = np.zeros((2, layers, num_slots, *geometry.conv), np.float32)
-        self._recurrent = np.zeros((2, layers, num_slots, *geometry.recurrent), np.float32)
-        self._outer = np.empty((layers, *geometry.recurrent), np.float32)
+        self._allocate(num_slots)
         self._active = [0] * num_slots
         self._generation = [0] * num_slots
         self._reserved: tuple[int, ...] = ()
@@ -110,6 +107,12 @@ class FixedStates:
         self._stages: dict[int, Stage] = {}
         self._views: dict[tuple[int, ...], StateView] = {}
         self._series: tuple[Array, Array] | None = None
+
+    def _allocate(self, num_slots: int) -> None:
+        layers = len(self.geometry.layers)
+        self._conv: Any = np.zeros((2, layers, num_slots, *self.geometry.conv), np.float32)
+        self._recurrent: Any = np.zeros((2, layers, num_slots, *self.geometry.recurrent), np.float32)
+        self._outer = np.empty((layers, *self.geometry.recurrent), np.float32)
 
     @property
     def num_free(self) -> int:
@@ -121,9 +124,12 @@ class FixedStates:
         bank = 0 if in_step_with is None else self._active[in_step_with]
         self._active[slot] = bank
         self._generation[slot] += 1
+        self._zero(bank, slot)
+        return slot
+
+    def _zero(self, bank: int, slot: int) -> None:
         self._conv[bank, :, slot] = 0
         self._recurrent[bank, :, slot] = 0
-        return slot
 
     def give_back(self, slot: int) -> None:
         """Keeps the lowest free slot on top, so that live slots stay side by side."""
@@ -141,9 +147,11 @@ class FixedStates:
             if key not in self._views:
                 if len(self._views) >= MAX_VIEWS:
                     self._views.clear()
-                rows = slice(slots[0], slots[0] + len(slots))
-                states = (self._conv[bank, :, rows], self._recurrent[bank, :, rows])
-                nexts = (self._conv[1 - bank, :, rows], self._recurrent[1 - bank, :, rows])
+                rows, layers = slice(slots[0], slots[0] + len(slots)), range(len(self.geometry.layers))
+                states, nexts = (
+                    tuple([array[side, layer, rows] for layer in layers] for array in (self._conv, self._recurrent))
+                    for side in (bank, 1 - bank)
+                )
                 self._views[key] = self._named(slots, key, states, nexts)
             return self._views[key]
         return self._gathered(slots)
@@ -158,8 +166,9 @@ class FixedStates:
         )
 
     def _named(
-        self, slots: tuple[int, ...], key: tuple[int, ...], states: tuple[Array, Array], nexts: tuple[Array, Array]
+        self, slots: tuple[int, ...], key: tuple[int, ...], states: Sequence[Sequence[Any]], nexts: Sequence[Any]
     ) -> StateView:
+        """states, nexts: convolutions, then recurrences, of each layer by its place in the geometry."""
         stage = self._stage(len(slots))
         inputs: dict[str, Array] = {}
         outputs: dict[str, Array] = {}

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from builder import contract
-from runtime.packing import Array
-from runtime.session import array_type
+from runtime.place import Array, DeviceArray, Place
 
 
 class PagedCache:
     """Arrays [num_blocks, block_size, kv_heads, head_dim], zeroed; the same memory is a run's input and its output."""
 
-    def __init__(self, io: contract.IoSpec, layers: Sequence[int], num_blocks: int, block_size: int) -> None:
-        self.inputs: dict[str, Array] = {}
-        self.outputs: dict[str, Array] = {}
+    def __init__(
+        self, io: contract.IoSpec, layers: Sequence[int], num_blocks: int, block_size: int, place: Place
+    ) -> None:
+        self.inputs: dict[str, Array | DeviceArray] = {}
+        self.outputs: dict[str, Array | DeviceArray] = {}
         pairs = ((contract.PAST_KEY, contract.PRESENT_KEY), (contract.PAST_VALUE, contract.PRESENT_VALUE))
         for layer in layers:
             for past, present in pairs:
                 spec = io.input(past.format(layer))
                 heads, dim = map(int, spec.shape[2:])
-                array = np.zeros((num_blocks, block_size, heads, dim), array_type(spec))
+                array = place.zeros((num_blocks, block_size, heads, dim), place.array_type(spec))
                 self.inputs[spec.name] = self.outputs[present.format(layer)] = array

@@ -10,7 +10,9 @@ import numpy as np
 
 from builder.contract import IoSpec
 from runtime.packing import Array, PackedBatch, Segment
-from runtime.session import BoundRun, array_type
+from runtime.place import Place
+from runtime.sampling import greedy
+from runtime.session import BoundRun
 
 MAX_KEPT_RUNS = 64
 MAX_KEPT_BYTES = 1 << 22
@@ -22,13 +24,24 @@ RunObserver = Callable[[Sequence[Segment], tuple[Array, Array]], None]
 
 @dataclass(frozen=True)
 class Prepared:
-    """batch holds the packed inputs, extra the graph's other inputs; logits [T, vocab], hidden [T, hidden]."""
+    """batch holds the packed inputs, extra the graph's other inputs; logits [T, vocab], hidden [T, hidden].
+
+    token_ids [T]: where the graph chooses itself; the logits are then fetched only by runs that were prepared so.
+    """
 
     batch: PackedBatch
     extra: dict[str, Array]
     logits: Array
     hidden: Array
     bound: BoundRun
+    token_ids: Array | None = None
+
+    def best(self, rows: Sequence[int]) -> list[int]:
+        """The best token of each of these rows."""
+        if self.token_ids is not None:
+            chosen: list[int] = self.token_ids[rows].tolist()
+            return chosen
+        return greedy(self.logits if len(rows) == len(self.logits) else self.logits[rows])
 
 
 class PreparedRuns:
@@ -50,7 +63,7 @@ class PreparedRuns:
         return prepared
 
 
-def row_output(io: IoSpec, name: str, num_tokens: int) -> Array:
+def row_output(io: IoSpec, name: str, num_tokens: int, place: Place) -> Array:
     """An uninitialized array for an output [num_tokens, width]."""
     spec = io.output(name)
-    return np.empty((num_tokens, int(spec.shape[1])), array_type(spec))
+    return np.empty((num_tokens, int(spec.shape[1])), place.array_type(spec))

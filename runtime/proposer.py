@@ -15,11 +15,11 @@ import numpy as np
 
 from builder import contract
 from builder.reader import GraphFile
+from runtime.lowering.choosing import TOKEN_IDS
 from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
 from runtime.paged_cache import PagedCache
 from runtime.prepared import Prepared, PreparedRuns, RunObserver, row_output
 from runtime.request import Request, table_of
-from runtime.sampling import greedy
 from runtime.scheduler import RowPlan
 from runtime.session import Session
 
@@ -52,14 +52,15 @@ class MtpProposer:
     def __init__(self, graph: GraphFile, session: Session, num_blocks: int, block_size: int) -> None:
         self._io = graph.io
         self._session = session
-        self._cache = PagedCache(graph.io, (0,), num_blocks, block_size)
+        self._place = session.place
+        self._cache = PagedCache(graph.io, (0,), num_blocks, block_size, session.place)
         self._runs = PreparedRuns()
         self.on_run: RunObserver | None = None
 
     def run(self, segments: Sequence[Segment], hidden: Sequence[Array]) -> Prepared:
         """Feeds each request's tokens [n] with hidden states [n, hidden]; what it gives is valid until the next run."""
         shape = shape_of(segments)
-        prepared = self._runs.get((shape,), lambda: self._prepare(shape))
+        prepared = self._runs.get((shape, self.on_run is not None), lambda: self._prepare(shape))
         prepared.batch.fill(segments)
         np.concatenate(hidden, out=prepared.extra[contract.HIDDEN_STATES])
         return self._launch(prepared, segments)
@@ -79,14 +80,25 @@ class MtpProposer:
     def _prepare(self, shape: BatchShape) -> Prepared:
         batch, io = PackedBatch(shape), self._io
         width = int(io.input(contract.HIDDEN_STATES).shape[1])
-        extra = {contract.HIDDEN_STATES: np.empty((shape.num_tokens, width), np.float32)}
-        logits = row_output(io, contract.LOGITS, shape.num_tokens)
-        hidden = row_output(io, contract.HEAD_HIDDEN_STATES, shape.num_tokens)
+        extra = {
+            contract.HIDDEN_STATES: np.empty(
+                (shape.num_tokens, width), self._place.array_type(io.input(contract.HIDDEN_STATES))
+            )
+        }
+        with_logits = self._place.is_host or self.on_run is not None
+        logits = row_output(io, contract.LOGITS, shape.num_tokens if with_logits else 0, self._place)
+        hidden = row_output(io, contract.HEAD_HIDDEN_STATES, shape.num_tokens, self._place)
+        token_ids = None if self._place.is_host else np.empty(shape.num_tokens, np.int64)
         bound = self._session.bind(
             {**batch.arrays, **extra, **self._cache.inputs},
-            {contract.LOGITS: logits, contract.HEAD_HIDDEN_STATES: hidden, **self._cache.outputs},
+            {
+                **({contract.LOGITS: logits} if with_logits else {}),
+                **({} if token_ids is None else {TOKEN_IDS: token_ids}),
+                contract.HEAD_HIDDEN_STATES: hidden,
+                **self._cache.outputs,
+            },
         )
-        return Prepared(batch, extra, logits, hidden, bound)
+        return Prepared(batch, extra, logits, hidden, bound, token_ids)
 
     def follow(self, requests: Sequence[Request]) -> HeadWork:
         """Feeds rows of prompts whose next token is known already; the last row of a prompt is held for stage 0."""
@@ -111,7 +123,7 @@ class MtpProposer:
         run = self._feed(rows)
         runs = [tuple(row.request for row in rows)]
         last = [end - 1 for end in accumulate(len(row.token_ids) for row in rows)]
-        chosen, hidden = greedy(run.logits[last]), run.hidden[last]
+        chosen, hidden = run.best(last), run.hidden[last]
         wanted = {plan.request: plan.num_drafts for plan in plans if plan.num_drafts}
         drafts = {row.request: [token] for row, token in zip(rows, chosen, strict=True) if row.request in wanted}
         states = {row.request: state[None] for row, state in zip(rows, hidden, strict=True)}
@@ -125,7 +137,7 @@ class MtpProposer:
                 run = self.run(segments, [states[request] for request in active])
             runs.append(tuple(active))
             states = {request: run.hidden[i : i + 1].copy() for i, request in enumerate(active)}
-            for request, token in zip(active, greedy(run.logits), strict=True):
+            for request, token in zip(active, run.best(range(len(active))), strict=True):
                 drafts[request].append(token)
         return HeadWork(drafts, tuple(runs))
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
-import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from builder.contract import TensorSpec
 from builder.errors import MachineError, Refused, one_line
 from builder.reader import GraphFile
-from runtime.lowering import Edit, lower
+from runtime.lowering import Edit, edited, lower
+from runtime.lowering.choosing import add_token_ids
+from runtime.place import GPU, HOST, Array, DeviceArray, Place, element_type
 
-Array = NDArray[Any]
 ExecutionProvider = Literal["auto", "cpu", "cuda"]
 
 ORT_ERRORS: tuple[type[Exception], ...] = (
@@ -24,14 +22,7 @@ ORT_ERRORS: tuple[type[Exception], ...] = (
     *(kind for kind in vars(ort_state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
 )
 """Everything ONNX Runtime raises; its exceptions have no common base of their own."""
-CPU_PROVIDER = "CPUExecutionProvider"
-NUMPY_TYPES: Mapping[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float32),  # widened on the CPU
-    "bfloat16": np.dtype(np.float32),
-    "float32": np.dtype(np.float32),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-}
+CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 @lru_cache(maxsize=1)
@@ -48,17 +39,35 @@ def has_cpu_kernel(domain: str, op_type: str) -> bool:
     return (domain, op_type) in _cpu_kernels()
 
 
-def array_type(spec: TensorSpec) -> np.dtype[Any]:
-    """The NumPy type in which a graph tensor lives on the CPU."""
-    return NUMPY_TYPES[spec.dtype]
+def place_for(ep: ExecutionProvider) -> Place:
+    """auto takes the GPU where the installed runtime has one. Raises MachineError for a GPU that is not there."""
+    has_gpu = CUDA_PROVIDER in ort.get_available_providers()
+    if ep == "cpu" or (ep == "auto" and not has_gpu):
+        return HOST
+    if not has_gpu:
+        raise MachineError(
+            f"--ep cuda: the installed onnxruntime {ort.__version__} has no CUDA provider; "
+            "install draftsmith[cuda] in place of draftsmith[cpu], or use --ep cpu"
+        )
+    ort.preload_dlls()  # CUDA's libraries may lie in Python packages, where the loader does not look
+    return GPU
 
 
 class Session:
-    """A loaded graph. `bind` prepares a run over given arrays, which may be kept and run again."""
+    """A loaded graph. `bind` prepares a run over given arrays, which may be kept and run again.
 
-    def __init__(self, graph: GraphFile, ep: ExecutionProvider = "auto", edit: Edit | None = None) -> None:
-        if ep == "cuda":
-            raise MachineError("--ep cuda: this version runs packages on the CPU only; use --ep cpu")
+    On a GPU the graph runs as it is, and chooses the best token of each row itself.
+    """
+
+    def __init__(
+        self,
+        graph: GraphFile,
+        ep: ExecutionProvider = "auto",
+        edit: Edit | None = None,
+        place: Place | None = None,
+    ) -> None:
+        """edit: a change to the graph, in memory. place: instead of the one that `ep` means."""
+        self.place = place or place_for(ep)
         if not str(graph.path).isascii() and "\udc80" <= max(str(graph.path)) <= "\udcff":
             raise Refused(graph.path, expected="a path in UTF-8", found="other bytes", remedy="rename the folder")
         self.io = graph.io
@@ -69,42 +78,91 @@ class Session:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(graph.path.parent.absolute())
         )
+        edits = [*([edit] if edit else []), *([] if self.place.is_host else [add_token_ids])]
+        model = lower(graph.path, has_cpu_kernel, edits) if self.place.device == "cpu" else edited(graph.path, edits)
         try:
-            self._session = ort.InferenceSession(
-                lower(graph.path, has_cpu_kernel, edit), options, providers=[CPU_PROVIDER]
-            )
+            self._session = ort.InferenceSession(model, options, providers=_providers(self.place))
         except ORT_ERRORS as error:
             raise MachineError(
                 f"{graph.path}: ONNX Runtime {ort.__version__} cannot load it: {one_line(error)}"
             ) from error
 
-    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> BoundRun:
-        """Every array must be C-contiguous; an array may be both input and output, which updates it in place."""
+        if self.place.device == "cuda" and CUDA_PROVIDER not in self._session.get_providers():
+            raise MachineError("--ep cuda: no usable GPU was found; use --ep cpu")
+
+    def bind(self, inputs: Mapping[str, Array | DeviceArray], outputs: Mapping[str, Array | DeviceArray]) -> BoundRun:
+        """Every array must be C-contiguous; an array may be both input and output, which updates it in place.
+
+        NumPy arrays may be changed between runs; on a GPU they are copied there by every run.
+        """
         binding = self._session.io_binding()
+        changing = {}
         for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
+            if isinstance(array, DeviceArray) or self.place.is_host:
+                _bind(binding.bind_input, name, array)
+            else:
+                changing[name] = array
         for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
-        return BoundRun(self._session, binding, (inputs, outputs))
+            _bind(binding.bind_output, name, array)
+        return BoundRun(self._session, binding, changing, (inputs, outputs))
 
 
-def _address(array: Array) -> int:
-    """Where a C-contiguous array's data lie. The runtime takes the address alone and would read past any stride."""
+def _bind(bind: Callable[..., None], name: str, array: Array | DeviceArray) -> None:
+    """The runtime takes the address alone and would read past any stride."""
+    if isinstance(array, DeviceArray):
+        bind(name, array.device, 0, element_type(array.dtype), array.shape, array.address)
+        return
     if not array.flags.c_contiguous:
         raise AssertionError("only C-contiguous arrays can be bound")
-    return int(array.__array_interface__["data"][0])
+    bind(name, "cpu", 0, element_type(array.dtype), array.shape, int(array.__array_interface__["data"][0]))
+
+
+def bare_session(model: bytes, place: Place) -> ort.InferenceSession:
+    """A graph of our own without weights, on `place`. Exact in float32: no TF32."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return ort.InferenceSession(model, options, providers=_providers(place))
+
+
+def _providers(place: Place) -> list[Any]:
+    """TF32 would round the inputs of float32 products to 10 bits."""
+    return [CPU_PROVIDER] if place.device == "cpu" else [(CUDA_PROVIDER, {"use_tf32": "0"}), CPU_PROVIDER]
+
+
+def bind_arrays(
+    session: ort.InferenceSession, inputs: Mapping[str, Array | DeviceArray], outputs: Mapping[str, DeviceArray]
+) -> None:
+    """Binds everything anew and runs, for runs that are too rare to be kept."""
+    binding = session.io_binding()
+    for name, array in inputs.items():
+        _bind(binding.bind_input, name, array)
+    for name, output in outputs.items():
+        _bind(binding.bind_output, name, output)
+    session.run_with_iobinding(binding)
 
 
 class BoundRun:
-    """One prepared run; it keeps its arrays alive because the runtime only holds their addresses."""
+    """One prepared run; it keeps its arrays alive because the runtime only holds their addresses.
 
-    def __init__(self, session: ort.InferenceSession, binding: ort.IOBinding, arrays: tuple[Any, ...]) -> None:
+    changing: inputs that binding copies to the device, so they are bound anew for every run.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        binding: ort.IOBinding,
+        changing: Mapping[str, Array],
+        arrays: tuple[Any, ...],
+    ) -> None:
         self._session = session
         self._binding = binding
+        self._changing = changing
         self._arrays = arrays
 
     def run(self) -> None:
         try:
+            for name, array in self._changing.items():
+                _bind(self._binding.bind_input, name, array)
             self._session.run_with_iobinding(self._binding)
         except ORT_ERRORS as error:
             raise MachineError(f"ONNX Runtime failed in the middle of a run: {one_line(error)}") from error

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from builder import contract
 from builder.reader import Package
+from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
+from runtime.lowering.choosing import TOKEN_IDS
 from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
 from runtime.paged_cache import PagedCache
+from runtime.place import Place
 from runtime.prepared import Prepared, PreparedRuns, RunObserver, row_output
 from runtime.session import Session
+
+
+class Fetch(NamedTuple):
+    """Outputs that only some runs need. checkpoints: on steps that draft, because on others the graph makes none."""
+
+    logits: bool
+    checkpoints: bool
 
 
 class TargetModel:
@@ -21,48 +33,64 @@ class TargetModel:
     def __init__(self, package: Package, session: Session, num_blocks: int, block_size: int, num_slots: int) -> None:
         self.package = package
         self._session = session
-        self._cache = PagedCache(package.target.io, package.full_layers, num_blocks, block_size)
+        self._place = session.place
+        self._cache = PagedCache(package.target.io, package.full_layers, num_blocks, block_size, session.place)
         self._runs = PreparedRuns()
         self.on_run: RunObserver | None = None
-        geometry = StateGeometry.of(package)
-        self.states = FixedStates(geometry, num_slots) if geometry else None
+        self.states = _states(package, num_slots, session.place)
 
     def run(
-        self, segments: Sequence[Segment], view: StateView | None, capture_counts: Sequence[int]
-    ) -> tuple[Array, Array]:
-        """logits [T, vocab] and hidden states [T, hidden], valid until the next run of the same shape."""
+        self,
+        segments: Sequence[Segment],
+        view: StateView | None,
+        capture_counts: Sequence[int],
+        *,
+        with_logits: bool = True,
+    ) -> Prepared:
+        """What the run gives, valid until the next run of the same shape. with_logits: also where it chooses itself."""
         shape = shape_of(segments)
-        bind_checkpoints = self.package.checkpoints > 0 and any(capture_counts)
-        key = (shape, view.key if view else None, bind_checkpoints)
-        prepared = self._runs.get(key, lambda: self._prepare(shape, view, bind_checkpoints))
+        fetch = Fetch(
+            logits=with_logits or self._place.is_host or self.on_run is not None,
+            checkpoints=self.package.checkpoints > 0 and self._place.is_host and any(capture_counts),
+        )
+        prepared = self._runs.get((shape, view.key if view else None, fetch), lambda: self._prepare(shape, view, fetch))
         prepared.batch.fill(segments)
         if self.package.capacity:
             prepared.extra[contract.CAPTURE_COUNT][:] = capture_counts
             prepared.extra[contract.CAPTURE_ACTIVE][0] = any(capture_counts)
         prepared.bound.run()
-        outputs = prepared.logits, prepared.hidden
         if self.on_run:
-            self.on_run(segments, outputs)
-        return outputs
+            self.on_run(segments, (prepared.logits, prepared.hidden))
+        return prepared
 
-    def _prepare(self, shape: BatchShape, view: StateView | None, bind_checkpoints: bool) -> Prepared:
-        """bind_checkpoints: on steps that draft, because on others the graph makes none."""
+    def _prepare(self, shape: BatchShape, view: StateView | None, fetch: Fetch) -> Prepared:
         batch, io = PackedBatch(shape), self.package.target.io
         extra: dict[str, Array] = {}
         if self.package.capacity:
             extra[contract.CAPTURE_COUNT] = np.zeros(shape.batch_size, np.int32)
             extra[contract.CAPTURE_ACTIVE] = np.zeros(1, np.int32)
-        logits, hidden = (row_output(io, name, shape.num_tokens) for name in (contract.LOGITS, contract.HIDDEN_STATES))
+        logits = row_output(io, contract.LOGITS, shape.num_tokens if fetch.logits else 0, self._place)
+        hidden = row_output(io, contract.HIDDEN_STATES, shape.num_tokens, self._place)
+        token_ids = None if self._place.is_host else np.empty(shape.num_tokens, np.int64)
         states_in, states_out = (view.inputs, view.outputs) if view else ({}, {})
-        checkpoints = self.states.checkpoints(view) if self.states and view and bind_checkpoints else {}
+        checkpoints = self.states.checkpoints(view) if self.states and view and fetch.checkpoints else {}
         bound = self._session.bind(
             {**batch.arrays, **extra, **self._cache.inputs, **states_in},
             {
-                contract.LOGITS: logits,
+                **({contract.LOGITS: logits} if fetch.logits else {}),
+                **({} if token_ids is None else {TOKEN_IDS: token_ids}),
                 contract.HIDDEN_STATES: hidden,
                 **self._cache.outputs,
                 **states_out,
                 **checkpoints,
             },
         )
-        return Prepared(batch, extra, logits, hidden, bound)
+        return Prepared(batch, extra, logits, hidden, bound, token_ids)
+
+
+def _states(package: Package, num_slots: int, place: Place) -> FixedStates | None:
+    geometry = StateGeometry.of(package)
+    if geometry is None or place.is_host:
+        return FixedStates(geometry, num_slots) if geometry else None
+    conv = package.target.io.input(contract.PAST_CONV.format(geometry.layers[0]))
+    return DeviceStates(replace(geometry, checkpoints=0), num_slots, place, place.array_type(conv))

@@ -7,7 +7,7 @@ function does not cover is refused, never approximated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,21 @@ Edit = Callable[[ir.Model], None]
 """A change to a loaded model, made in memory before anything else."""
 
 
-def lower(path: Path, has_kernel: HasKernel, edit: Edit | None = None) -> bytes:
+def edited(path: Path, edits: Sequence[Edit]) -> bytes:
+    """The model at `path` with changes made in memory, serialized; weights stay external."""
+    model = ir.load(path)
+    for edit in edits:
+        edit(model)
+    return ir.to_proto(model).SerializeToString()
+
+
+def lower(path: Path, has_kernel: HasKernel, edits: Sequence[Edit] = ()) -> bytes:
     """The model at `path` in float32 with every kernel-less contrib op replaced, serialized; weights stay external.
 
     Raises MachineError for an op that has neither kernel nor reference function.
     """
     model = ir.load(path)
-    if edit:
+    for edit in edits:
         edit(model)
     widen(model.graph)
     for node in list(model.graph):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from builder import contract
 from builder.reader import GraphFile, Package
 from runtime.loading import LoadedPackage
+from runtime.place import HOST
 
 Array = NDArray[Any]
 
@@ -111,6 +112,7 @@ class FakeTarget:
     """repeats: times that one call runs the model, as capturing a CUDA graph does."""
 
     repeats: int = 1
+    place = HOST
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> _Run:
         return _Run(self, inputs, outputs)
@@ -176,6 +178,7 @@ class FakeHead:
     wrong_every: int = 3
     repeats: int = 1
     mismatches: int = 0
+    place = HOST
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> _Run:
         return _Run(self, inputs, outputs)

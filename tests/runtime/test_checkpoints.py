@@ -208,8 +208,8 @@ def test_checkpoints_are_bound_where_a_step_drafts_and_nowhere_else(
     run = TargetModel.run
     names = set(contract.checkpoint_names(dense.package.linear_layers))
 
-    def watched(self: TargetModel, rows: Any, view: Any, counts: Any) -> Any:
-        outputs = run(self, rows, view, counts)
+    def watched(self: TargetModel, rows: Any, view: Any, counts: Any, **more: Any) -> Any:
+        outputs = run(self, rows, view, counts, **more)
         prepared = next(reversed(self._runs._kept.values()))
         seen.append((any(counts), names <= set(prepared.bound._arrays[1])))
         return outputs

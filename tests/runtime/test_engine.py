@@ -112,14 +112,14 @@ def test_prefill_and_drafts_never_share_a_step(
     run = TargetModel.run
     drafting_steps, shared_steps = [], []
 
-    def watched(self: TargetModel, segments: Any, view: Any, capture_counts: Any) -> Any:
+    def watched(self: TargetModel, segments: Any, view: Any, capture_counts: Any, **more: Any) -> Any:
         prompt_rows = [request for request in engine._running if request.is_prefill]
         if any(capture_counts):
             drafting_steps.append(capture_counts)
             assert not prompt_rows
         elif prompt_rows and len(segments) > 1:
             shared_steps.append(segments)
-        return run(self, segments, view, capture_counts)
+        return run(self, segments, view, capture_counts, **more)
 
     monkeypatch.setattr(TargetModel, "run", watched)
     for arrival in range(9):
@@ -275,10 +275,10 @@ def test_a_failed_run_can_be_repeated(
     run = TargetModel.run
     calls = 0
 
-    def failing(self: TargetModel, *arguments: Any) -> Any:
+    def failing(self: TargetModel, *arguments: Any, **more: Any) -> Any:
         nonlocal calls
         calls += 1
-        outputs = run(self, *arguments)
+        outputs = run(self, *arguments, **more)
         if calls % 3 == 0:
             raise MachineError("injected")
         return outputs

@@ -63,7 +63,7 @@ def test_an_engine_whose_rollback_failed_says_so_until_it_is_reset(monkeypatch: 
     engine, requests = engine_with(FailAt("rollback", 1))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.target, "run", lambda *arguments: 1 / 0)
+        patch.setattr(engine.target, "run", lambda *arguments, **more: 1 / 0)
         for _ in range(2):
             with pytest.raises(RollbackFailed, match=r"a step failed \(division by zero\).*call Engine.reset"):
                 engine.step()

@@ -194,7 +194,7 @@ class Schedules(RuleBasedStateMachine):
         self.watch.fail = FailAt("rollback", self.engine._step_number + 1)
         run = self.engine.target.run
 
-        def failing(*arguments: Any) -> Any:
+        def failing(*arguments: Any, **more: Any) -> Any:
             raise InjectedFailure("the run")
 
         self.engine.target.run = failing  # type: ignore[method-assign]

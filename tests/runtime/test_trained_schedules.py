@@ -50,8 +50,7 @@ def teach(package: LoadedPackage, text: Sequence[int]) -> Teacher:
     target = TargetModel(package.package, package.target, len(blocks), 256, 1)
     assert target.states and package.package.mtp
     view = target.states.view([target.states.take()])
-    _, hidden = target.run([Segment(text, 0, blocks)], view, [0])
-    hidden = hidden.copy()
+    hidden = target.run([Segment(text, 0, blocks)], view, [0]).hidden.copy()
     head = MtpProposer(package.package.mtp, package.mtp(), len(blocks), 256)
     head.run([Segment(text[1:], 0, blocks)], [hidden[:-1]])
     names = PAST_KEY.format(0), PAST_VALUE.format(0)

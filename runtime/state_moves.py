@@ -1,0 +1,153 @@
+"""StateMoves: what is done to states that live on a device, as small graphs of standard ops on that device.
+
+A bank is [N, ...] with one state of one layer of one slot in each row; rows are named by number. Banks are changed in
+place: the same memory is bound as a graph's input and its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import GraphBuilder
+
+from runtime.fixed_state import StateGeometry
+from runtime.place import Array, DeviceArray, Place
+from runtime.session import bare_session, bind_arrays
+
+FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+OPSET = 21
+Op = Any
+"""onnxscript's OpBuilder."""
+Values = Mapping[str, ir.Value]
+
+
+class StateMoves:
+    """Gather, copy and replay for the two kinds of states of a geometry, whose convolutions are of `conv_type`."""
+
+    def __init__(self, geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> None:
+        conv, recurrent = ("N", *geometry.conv), ("N", *geometry.recurrent)
+        self._place = place
+        self._sessions = {
+            "gather_conv": self._load({"bank": (conv_type, conv), "source": INDEX}, _gather),
+            "gather_recurrent": self._load({"bank": (FLOAT, recurrent), "source": INDEX}, _gather),
+            "copy_conv": self._load(
+                {
+                    "bank": (conv_type, conv),
+                    "states": (conv_type, ("R", *geometry.conv)),
+                    "row": INDEX,
+                    "target": INDEX,
+                },
+                _copy,
+            ),
+            "copy_recurrent": self._load(
+                {
+                    "bank": (FLOAT, recurrent),
+                    "states": (FLOAT, ("R", *geometry.recurrent)),
+                    "row": INDEX,
+                    "target": INDEX,
+                },
+                _copy,
+            ),
+        }
+        if geometry.capacity:
+            moved = {"source": INDEX, "row": INDEX, "kept": INDEX, "target": INDEX}
+            updates = (conv_type, ("R", geometry.capacity, geometry.conv[0]))
+            capsules = (FLOAT, ("R", geometry.capacity * geometry.capsule_width))
+            self._sessions["replay_conv"] = self._load(
+                {"bank": (conv_type, conv), "updates": updates, **moved}, lambda op, v: _replay_conv(op, v, geometry)
+            )
+            self._sessions["replay_recurrent"] = self._load(
+                {"bank": (FLOAT, recurrent), "updates": capsules, **moved},
+                lambda op, v: _replay_recurrent(op, v, geometry),
+            )
+
+    def _load(
+        self, inputs: Mapping[str, tuple[ir.DataType, tuple[int | str, ...]]], build: Callable[[Op, Values], ir.Value]
+    ) -> Any:
+        graph = ir.Graph(inputs=[], outputs=[], nodes=[], name="move", opset_imports={"": OPSET})
+        builder = GraphBuilder(graph)
+        values = {name: builder.input(name, dtype, list(shape)) for name, (dtype, shape) in inputs.items()}
+        out = build(builder.op, values)
+        out.name, out.dtype, out.shape = "out", values["bank"].dtype, ir.Shape(["M", *inputs["bank"][1][1:]])
+        graph.outputs.append(out)
+        model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+        return bare_session(model, self._place)
+
+    def gather(self, kind: str, bank: DeviceArray, source: Array, out: DeviceArray) -> None:
+        """out[i] = bank[source[i]]."""
+        self._run(f"gather_{kind}", {"bank": bank, "source": source}, out)
+
+    def copy(self, kind: str, bank: DeviceArray, states: DeviceArray, row: Array, target: Array) -> None:
+        """bank[target[i]] = states[row[i]]."""
+        self._run(f"copy_{kind}", {"bank": bank, "states": states, "row": row, "target": target}, bank)
+
+    def replay(self, kind: str, bank: DeviceArray, updates: DeviceArray, moved: Mapping[str, Array]) -> None:
+        """bank[target[i]] = bank[source[i]] after the first kept[i] updates of row[i]; moved names these four."""
+        self._run(f"replay_{kind}", {"bank": bank, "updates": updates, **moved}, bank)
+
+    def _run(self, name: str, inputs: Mapping[str, Array | DeviceArray], out: DeviceArray) -> None:
+        bind_arrays(self._sessions[name], inputs, {"out": out})
+
+
+INDEX = (INT64, ("M",))
+
+
+def _gather(op: Op, values: Values) -> ir.Value:
+    return op.Gather(values["bank"], values["source"], axis=0)  # type: ignore[no-any-return]
+
+
+def _put(op: Op, values: Values, states: ir.Value) -> ir.Value:
+    return op.ScatterND(values["bank"], op.Unsqueeze(values["target"], [1]), states)  # type: ignore[no-any-return]
+
+
+def _copy(op: Op, values: Values) -> ir.Value:
+    return _put(op, values, op.Gather(values["states"], values["row"], axis=0))
+
+
+def _replay_conv(op: Op, values: Values, geometry: StateGeometry) -> ir.Value:
+    """The K - 1 newest rows after `kept` more: a window over the past rows and the captured ones."""
+    past = op.Gather(values["bank"], values["source"], axis=0)
+    appended = op.Transpose(op.Gather(values["updates"], values["row"], axis=0), perm=[0, 2, 1])
+    window = op.Constant(value=ir.tensor(np.arange(geometry.conv[1])[None, None]))
+    places = op.Expand(op.Add(op.Unsqueeze(values["kept"], [1, 2]), window), op.Shape(past))
+    return _put(op, values, op.GatherElements(op.Concat(past, appended, axis=2), places, axis=2))
+
+
+def _replay_recurrent(op: Op, values: Values, geometry: StateGeometry) -> ir.Value:
+    """S = decay * S + outer(delta, key) token by token, multiplied out to pass over the states once.
+
+    S_c = S_0 prod(decay) + sum_t w_t outer(delta_t, key_t), with w_t the product of the decays behind t. Tokens that
+    are not kept have decay 1 and delta 0; what a capsule holds of them is never used.
+    """
+    heads, value_dim, key_dim = geometry.recurrent
+    capacity, key_heads = geometry.capacity, geometry.key_heads
+    sizes = [capacity * size for size in (heads, key_heads * key_dim, heads * value_dim)]
+    capsule = op.Gather(values["updates"], values["row"], axis=0)
+    parts = op.Split(capsule, sizes, axis=1, _outputs=3)
+    tokens = op.Constant(value=ir.tensor(np.arange(capacity)[None, :, None]))
+    kept = op.Less(tokens, op.Unsqueeze(values["kept"], [1, 2]))
+    one, zero = (op.Constant(value=ir.tensor(np.array(value, np.float32))) for value in (1, 0))
+    decays = op.Where(kept, op.Reshape(parts[0], [0, capacity, heads]), one)
+    keys = op.Where(kept, op.Reshape(parts[1], [0, capacity, key_heads * key_dim]), zero)
+    deltas = op.Where(kept, op.Reshape(parts[2], [0, capacity, heads * value_dim]), zero)
+    weights, total = _weights(op, decays, capacity, one)
+    shared = op.Constant(value=ir.tensor(np.repeat(np.arange(key_heads), heads // key_heads)))
+    keys = op.Gather(op.Reshape(keys, [0, capacity, key_heads, key_dim]), shared, axis=2)
+    weighted = op.Mul(op.Reshape(deltas, [0, capacity, heads, value_dim]), op.Unsqueeze(weights, [3]))
+    added = op.MatMul(op.Transpose(weighted, perm=[0, 2, 3, 1]), op.Transpose(keys, perm=[0, 2, 1, 3]))
+    before = op.Gather(values["bank"], values["source"], axis=0)
+    return _put(op, values, op.Add(op.Mul(before, op.Reshape(total, [0, heads, 1, 1])), added))
+
+
+def _weights(op: Op, decays: ir.Value, capacity: int, one: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """[M, capacity, heads]: the product of the decays behind each token; and [M, 1, heads]: of all of them."""
+    each = op.Split(decays, num_outputs=capacity, axis=1, _outputs=capacity) if capacity > 1 else [decays]
+    product = op.Expand(one, op.Shape(each[0]))
+    behind = []
+    for decay in reversed(list(each)):
+        behind.insert(0, product)
+        product = op.Mul(product, decay)
+    return op.Concat(*behind, axis=1), product

@@ -1,0 +1,238 @@
+"""States that are moved by graphs, here on the CPU's provider, against NumPy's own and against float64.
+
+On a GPU the same graphs run on the same addresses; only the provider differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from builder import contract
+from runtime import Engine, EngineOptions, FailAt, InjectedFailure, SamplingOptions
+from runtime.device_state import DeviceStates
+from runtime.fixed_state import FixedStates, StateGeometry, StateView
+from runtime.loading import LoadedPackage
+from runtime.place import Place
+from runtime.recording import dump
+from runtime.session import Session
+
+GEOMETRY = StateGeometry(layers=(0, 2, 5), conv=(10, 3), recurrent=(4, 5, 3), key_heads=2, capacity=4)
+FLOAT32 = np.dtype(np.float32)
+ADDRESSED = Place("cpu", widened=True, is_host=False)
+
+
+def both(slots: int) -> tuple[FixedStates, DeviceStates]:
+    return FixedStates(GEOMETRY, slots), DeviceStates(GEOMETRY, slots, ADDRESSED, FLOAT32)
+
+
+def fill(states: tuple[FixedStates, DeviceStates], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for name in ("_conv", "_recurrent"):
+        values = random.standard_normal(getattr(states[0], name).shape).astype(np.float32)
+        getattr(states[0], name)[:] = values
+        getattr(states[1], name).write(values)
+
+
+def run_step(views: tuple[StateView, StateView], seed: int, counts: list[int]) -> None:
+    """What a graph would have written: final states, and updates of the first counts[row] tokens, NaN behind them."""
+    random = np.random.default_rng(seed)
+    rows = len(counts)
+    heads, value_dim, key_dim = GEOMETRY.recurrent
+    for layer in GEOMETRY.layers:
+        conv = random.standard_normal((rows, *GEOMETRY.conv)).astype(np.float32)
+        recurrent = random.standard_normal((rows, *GEOMETRY.recurrent)).astype(np.float32)
+        updates = random.standard_normal((rows, GEOMETRY.capacity, GEOMETRY.conv[0])).astype(np.float32)
+        parts = [
+            random.uniform(0, 1, (rows, GEOMETRY.capacity, heads)),
+            random.standard_normal((rows, GEOMETRY.capacity, GEOMETRY.key_heads * key_dim)),
+            random.standard_normal((rows, GEOMETRY.capacity, heads * value_dim)),
+        ]
+        for row, count in enumerate(counts):
+            updates[row, count:] = 0
+            for part in parts:
+                part[row, count:] = np.nan
+        parts[0][:, 0, 0] = 0.0  # a decay may be nothing at all
+        capsule = np.concatenate([part.reshape(rows, -1) for part in parts], axis=1).astype(np.float32)
+        for name, values in (
+            (contract.PRESENT_CONV, conv),
+            (contract.PRESENT_RECURRENT, recurrent),
+            (contract.CONV_UPDATE, updates),
+            (contract.RECURRENT_UPDATE, capsule),
+        ):
+            views[0].outputs[name.format(layer)][:] = values
+            _poke(views[1].outputs[name.format(layer)], values)
+
+
+def _poke(array: Any, values: np.ndarray[Any, Any]) -> None:
+    whole = array.owner.numpy()
+    start = array.address - array.owner.data_ptr()
+    whole[start : start + array.nbytes] = np.ascontiguousarray(values, array.dtype).view(np.uint8).ravel()
+    array.owner.update_inplace(whole)
+
+
+def same(states: tuple[FixedStates, DeviceStates], slots: list[int]) -> None:
+    """The active states of both, by slot."""
+    assert states[0]._active == states[1]._active
+    for slot in slots:
+        bank = states[0]._active[slot]
+        for name in ("_conv", "_recurrent"):
+            host, device = getattr(states[0], name), getattr(states[1], name).read()
+            np.testing.assert_allclose(device[bank, :, slot], host[bank, :, slot], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_steps_leave_the_same_states(seed: int) -> None:
+    """Takes, views side by side and gathered, whole and partial commits, slots given back and taken anew."""
+    random = np.random.default_rng(seed)
+    states = both(4)
+    fill(states, seed)
+    live: list[int] = []
+    for step in range(14):
+        if len(live) < 4 and random.random() < 0.5:
+            companion = live[0] if live and random.random() < 0.7 else None
+            slot, other = (s.take(companion) for s in states)
+            assert slot == other
+            live.append(slot)
+            same(states, live)
+        if not live:
+            continue
+        chosen = [slot for slot in sorted(live) if random.random() < 0.7] or live[:1]
+        if random.random() < 0.3:
+            chosen.reverse()
+        views = states[0].view(chosen), states[1].view(chosen)
+        assert views[0].key == views[1].key
+        for layer in GEOMETRY.layers:
+            for name in (contract.PAST_CONV, contract.PAST_RECURRENT):
+                given = views[1].inputs[name.format(layer)].read()  # type: ignore[attr-defined]
+                np.testing.assert_allclose(given, views[0].inputs[name.format(layer)], rtol=1e-4, atol=1e-5)
+        lengths = [int(random.integers(1, GEOMETRY.capacity + 1)) for _ in chosen]
+        run_step(views, 100 * seed + step, lengths)
+        kept = [int(random.integers(0, length + 1)) for length in lengths]
+        for side, view in zip(states, views, strict=True):
+            side.prepare(view, kept, lengths)
+            side.commit(view)
+        same(states, live)
+        if random.random() < 0.2:
+            gone = live.pop(int(random.integers(len(live))))
+            for side in states:
+                side.give_back(gone)
+
+
+def test_a_part_of_device_memory_is_where_it_should_be() -> None:
+    array = ADDRESSED.device_zeros((3, 4, 5), FLOAT32)
+    values = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    array.write(values)
+    for key in (1, slice(1, 3), (2, 3), (2, slice(1, 3)), (0, 1, slice(2, 4)), slice(None)):
+        np.testing.assert_array_equal(array[key].read(), values[key])
+    with pytest.raises(AssertionError, match="in one piece"):
+        array[:, 1]
+    with pytest.raises(IndexError, match="3 of 3"):
+        array[3]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 8])
+def test_replaying_at_once_is_the_recurrence(capacity: int) -> None:
+    """Against float64, token by token."""
+    random = np.random.default_rng(capacity)
+    geometry = StateGeometry((0, 1), (6, 3), (4, 5, 3), 2, capacity)
+    states = DeviceStates(geometry, 2, ADDRESSED, FLOAT32)
+    slot = states.take()
+    conv, recurrent = (random.standard_normal(a.shape).astype(np.float32) for a in (states._conv, states._recurrent))
+    states._conv.write(conv)
+    states._recurrent.write(recurrent)
+    view = states.view([slot])
+    decays = random.uniform(0.2, 1, (2, capacity, 4)).astype(np.float32)
+    keys = random.standard_normal((2, capacity, 2, 3)).astype(np.float32)
+    deltas = random.standard_normal((2, capacity, 4, 5)).astype(np.float32)
+    raw = random.standard_normal((2, 1, capacity, 6)).astype(np.float32)
+    for index, layer in enumerate(geometry.layers):
+        flat = np.concatenate([part[index].ravel() for part in (decays, keys, deltas)])
+        _poke(view.outputs[contract.RECURRENT_UPDATE.format(layer)], flat)
+        _poke(view.outputs[contract.CONV_UPDATE.format(layer)], raw[index])
+    for kept in range(capacity):
+        states.prepare(view, [kept], [capacity])
+        for index in range(2):
+            expected = recurrent[0, index, slot].astype(np.float64)
+            for token in range(kept):
+                key = np.repeat(keys[index, token], 2, axis=0).astype(np.float64)
+                outer = deltas[index, token][:, :, None].astype(np.float64) * key[:, None, :]
+                expected = decays[index, token][:, None, None] * expected + outer
+            np.testing.assert_allclose(states._recurrent.read()[1, index, slot], expected, rtol=1e-5, atol=1e-5)
+            rows = np.concatenate([conv[0, index, slot], raw[index, 0, :kept].T], axis=1)[:, -3:]
+            np.testing.assert_array_equal(states._conv.read()[1, index, slot], rows)
+
+
+class Addressed:
+    """The trained package with caches and states addressed as on a GPU, and tokens chosen by the graphs."""
+
+    def __init__(self, package: LoadedPackage) -> None:
+        self.package = package.package
+        self.target = Session(self.package.target, "cpu", place=ADDRESSED)
+        assert self.package.mtp
+        self._mtp = Session(self.package.mtp, "cpu", place=ADDRESSED)
+
+    def mtp(self) -> Session:
+        return self._mtp
+
+
+@pytest.fixture(scope="module")
+def addressed(trained: LoadedPackage) -> LoadedPackage:
+    return cast(LoadedPackage, Addressed(trained))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_the_whole_loop_over_device_memory(
+    addressed: LoadedPackage,
+    prompts: list[list[int]],
+    greedy_tokens: list[list[int]],
+    reference: Mapping[str, Any],
+    drafts: int,
+    batch: int,
+) -> None:
+    engine = Engine(addressed, EngineOptions(num_blocks=64, max_batch_size=batch, max_draft_tokens=drafts))
+    requests = [engine.submit(prompt, 64, drafts) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    assert isinstance(engine.target.states, DeviceStates)
+    assert [request.token_ids for request in requests] == greedy_tokens
+    if drafts:
+        counts = [(r.stats.draft_tokens_accepted, r.stats.draft_tokens_evaluated) for r in requests]
+        assert counts == [tuple(row) for row in reference[f"accepted_evaluated_k{drafts}"].tolist()]
+
+
+def test_arrivals_preemption_and_failures_over_device_memory(
+    addressed: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]]
+) -> None:
+    """Slots that do not lie side by side are gathered; one request samples, and needs logits."""
+    engine = Engine(addressed, EngineOptions(num_blocks=14, block_size=16, max_batch_size=3, max_scheduled_tokens=40))
+    requests = [engine.submit(prompt, 40, i % 4) for i, prompt in enumerate(prompts)]
+    sampled = [engine.submit(prompts[0], 20, k, sampling=SamplingOptions(0.8, seed=1)) for k in (0, 3)]
+    step = 0
+    while engine.has_work:
+        if step % 9 == 8:
+            engine._watch = FailAt("prepare", step)
+        if step in (11, 30):
+            engine.preempt(engine._running[0])
+        with contextlib.suppress(InjectedFailure):
+            engine.step()
+        step += 1
+    assert [request.token_ids for request in requests] == [tokens[:40] for tokens in greedy_tokens]
+    assert sampled[0].token_ids == sampled[1].token_ids
+    assert engine.stats.aborted_steps > 2
+    assert engine.stats.preemptions >= 2
+
+
+def test_logits_are_fetched_where_somebody_needs_them(addressed: LoadedPackage, prompts: list[list[int]]) -> None:
+    engine = Engine(addressed, EngineOptions(num_blocks=4, max_batch_size=1))
+    engine.submit(prompts[0], 8, 3)
+    while engine.has_work:
+        engine.step()
+    assert all(not run.logits.size for run in engine.target._runs._kept.values())
+    arrays = dump(addressed, prompts[1], 3, EngineOptions(num_blocks=4, max_batch_size=1))
+    assert arrays["logits"].shape == (len(prompts[1]), addressed.package.vocab_size)
