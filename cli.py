@@ -410,6 +410,9 @@ def _print_generation(result: Generation, texts: list[str | None], quiet: bool) 
         click.echo(text if text is not None else ",".join(map(str, request.token_ids)))
     if quiet:
         return
+    drafting = [request for request in result.requests if request.draft_tokens]
+    for option in sorted({request.drafting_off for request in drafting if request.drafting_off}):
+        click.echo(f"warning: {option} switches drafting off for its request", err=True)
     stats = result.stats
     drafts = (
         f"{stats.draft_tokens_accepted}/{stats.draft_tokens_evaluated} drafts accepted"

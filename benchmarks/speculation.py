@@ -1,6 +1,7 @@
-"""Tokens per second of the trained checkpoint: transformers, plain decoding here, and K = 3 drafts here, in one run.
+"""Tokens per second of the trained checkpoint: transformers, plain decoding here, one request at a time and eight in a
+batch, and K = 3 drafts here, in one run.
 
-The three take turns on the same prompts, weights (dequantized to float32 for transformers) and threads; the figure of
+They take turns on the same prompts, weights (dequantized to float32 for transformers) and threads; the figure of
 each is the median over repetitions of all prompts' tokens by their seconds. Ratios are what counts.
 """
 
@@ -20,6 +21,9 @@ import runtime
 from fixtures import TRAINED
 from runtime.generation import Ask, generate, options_for
 
+Contender = Callable[[list[list[int]]], int]
+"""Generates for all prompts; returns how many tokens."""
+
 
 @click.command()
 @click.option("--repeats", default=5, show_default=True)
@@ -33,14 +37,25 @@ def main(repeats: int, new_tokens: int, draft_tokens: int, peer: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         builder.export(TRAINED, Path(folder) / "package")
         package = runtime.load(Path(folder) / "package")
-        contenders: dict[str, Callable[[list[int]], int]] = {
-            "plain": ours(package, new_tokens, 0),
-            f"K={draft_tokens}": ours(package, new_tokens, draft_tokens),
+        contenders: dict[str, Contender] = {
+            "plain": one_by_one(ours(package, new_tokens, 0)),
+            f"K={draft_tokens}": one_by_one(ours(package, new_tokens, draft_tokens)),
+            "plain, a batch": lambda prompts: together(package, prompts, new_tokens),
         }
         if peer:
-            contenders = {"transformers": transformers_greedy(new_tokens), **contenders}
+            contenders = {"transformers": one_by_one(transformers_greedy(new_tokens)), **contenders}
         speeds = measure(contenders, prompts, repeats)
     report(speeds, draft_tokens)
+
+
+def one_by_one(run: Callable[[list[int]], int]) -> Contender:
+    return lambda prompts: sum(run(prompt) for prompt in prompts)
+
+
+def together(package: runtime.LoadedPackage, prompts: list[list[int]], new_tokens: int) -> int:
+    """All prompts at once, as requests of one engine."""
+    asks = [Ask(tuple(prompt), new_tokens, 0) for prompt in prompts]
+    return generate(package, asks, options_for(package, asks, runtime.EngineOptions())).num_tokens
 
 
 def ours(package: runtime.LoadedPackage, new_tokens: int, draft_tokens: int) -> Callable[[list[int]], int]:
@@ -77,15 +92,13 @@ def transformers_greedy(new_tokens: int) -> Callable[[list[int]], int]:
     return run
 
 
-def measure(
-    contenders: dict[str, Callable[[list[int]], int]], prompts: list[list[int]], repeats: int
-) -> dict[str, list[float]]:
+def measure(contenders: dict[str, Contender], prompts: list[list[int]], repeats: int) -> dict[str, list[float]]:
     """Tokens per second of each contender, one figure a repetition, after one unmeasured round."""
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
     for repetition in range(repeats + 1):
         for name, run in contenders.items():
             started = time.perf_counter()
-            tokens = sum(run(prompt) for prompt in prompts)
+            tokens = run(prompts)
             if repetition:
                 speeds[name].append(tokens / (time.perf_counter() - started))
     return speeds
@@ -98,6 +111,7 @@ def report(speeds: dict[str, list[float]], draft_tokens: int) -> None:
     if "transformers" in medians:
         click.echo(f"plain is {medians['plain'] / medians['transformers']:.2f}x transformers")
     click.echo(f"K={draft_tokens} is {medians[f'K={draft_tokens}'] / medians['plain']:.2f}x plain")
+    click.echo(f"a plain batch is {medians['plain, a batch'] / medians['plain']:.2f}x one request at a time")
 
 
 if __name__ == "__main__":

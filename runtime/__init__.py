@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from runtime.metrics import to_prometheus
     from runtime.request import Request
     from runtime.sampling import SamplingOptions
+    from runtime.transaction import RollbackFailed
     from runtime.verification import Verification, VerifyOptions, verify
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "InjectedFailure",
     "LoadedPackage",
     "Request",
+    "RollbackFailed",
     "SamplingOptions",
     "Verification",
     "VerifyOptions",
@@ -37,6 +39,7 @@ _HOMES = {
     "InjectedFailure": "runtime.failures",
     "LoadedPackage": "runtime.loading",
     "Request": "runtime.request",
+    "RollbackFailed": "runtime.transaction",
     "SamplingOptions": "runtime.sampling",
     "Verification": "runtime.verification",
     "VerifyOptions": "runtime.verification",

@@ -58,10 +58,13 @@ def _greedily(rows: Sequence[RowPlan], wanted: Sequence[range], run: Prepared) -
 
 
 def _by_options(request: Request, drafts: Sequence[int], logits: Array) -> list[int]:
-    """The target's token after the known tokens and each prefix of the drafts; logits [1 + D, vocab]."""
+    """The target's token after the known tokens and each prefix of the drafts; logits [1 + D, vocab].
+
+    Only a repetition penalty looks at the tokens themselves, and then there are no drafts.
+    """
     generated, stops = len(request.token_ids), sorted(request.stop_token_ids)
     known = request.known(0, request.num_known) if request.sampling.repetition_penalty != 1 else []
-    return [choose(row, request.sampling, [*known, *drafts[:j]], generated + j, stops) for j, row in enumerate(logits)]
+    return [choose(row, request.sampling, known, generated + j, stops) for j, row in enumerate(logits)]
 
 
 def _verdict(row: RowPlan, drafts: tuple[int, ...], tokens: Sequence[int]) -> Verdict:

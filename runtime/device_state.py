@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime.fixed_state import FixedStates, Stage, StateGeometry, StateView
+from runtime.fixed_state import FixedStates, StateGeometry, StateView
 from runtime.place import Array, DeviceArray, Place, ir_type
-from runtime.state_moves import StateMoves
+from runtime.state_moves import state_moves
 
 
 class DeviceStates(FixedStates):
@@ -20,7 +20,7 @@ class DeviceStates(FixedStates):
 
     def __init__(self, geometry: StateGeometry, num_slots: int, place: Place, conv_type: np.dtype[Any]) -> None:
         self._place, self._conv_type = place, conv_type
-        self._moves = StateMoves(geometry, place, ir_type(conv_type))
+        self._moves = state_moves(geometry, place, ir_type(conv_type))
         self._num_slots = num_slots
         super().__init__(geometry, num_slots)
 
@@ -29,6 +29,11 @@ class DeviceStates(FixedStates):
         layers = len(geometry.layers)
         self._conv = self._place.device_zeros((2, layers, num_slots, *geometry.conv), self._conv_type)
         self._recurrent = self._place.device_zeros((2, layers, num_slots, *geometry.recurrent), float32)
+        types = (self._conv_type, self._conv_type, float32, float32, self._conv_type, float32)
+        self._staged = [
+            self._place.device_zeros((layers * num_slots, *shape), dtype)
+            for shape, dtype in zip(geometry.staged_shapes, types, strict=True)
+        ]
         self._zero_conv = self._place.device_zeros((1, *geometry.conv), self._conv_type)
         self._zero_recurrent = self._place.device_zeros((1, *geometry.recurrent), float32)
 
@@ -48,24 +53,6 @@ class DeviceStates(FixedStates):
             for arrays in ((stage.conv_in, stage.recurrent_in), (stage.conv_out, stage.recurrent_out))
         )
         return self._named(slots, (len(slots),), states, nexts)
-
-    def _stage(self, rows: int) -> Stage:
-        if rows not in self._stages:
-            geometry = self.geometry
-            layers, capacity = len(geometry.layers), geometry.capacity
-
-            def buffer(dtype: Any, *shape: int) -> Any:
-                return self._place.device_zeros((layers, rows, *shape), np.dtype(dtype))
-
-            self._stages[rows] = Stage(
-                buffer(self._conv_type, *geometry.conv),
-                buffer(self._conv_type, *geometry.conv),
-                buffer(np.float32, *geometry.recurrent),
-                buffer(np.float32, *geometry.recurrent),
-                buffer(self._conv_type, capacity, geometry.conv[0]),
-                buffer(np.float32, capacity * geometry.capsule_width),
-            )
-        return self._stages[rows]
 
     def prepare(self, view: StateView, kept: Sequence[int], lengths: Sequence[int]) -> None:
         """All rows that keep a part of their tokens in one pass, and all others that were gathered in another."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from builder.errors import Refused
+from builder.errors import DraftsmithError, Refused
 from builder.reader import Package
 from runtime import limits, ngram
 from runtime.acceptance import Verdict, accept
@@ -21,7 +21,7 @@ from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.packing import Array
 from runtime.proposer import HeadWork, MtpProposer
-from runtime.request import Request
+from runtime.request import Request, check_drafts
 from runtime.sampling import GREEDY, SamplingOptions
 from runtime.scheduler import RowPlan, StepLimits, StepPlan, plan_step
 from runtime.target import TargetModel
@@ -81,6 +81,7 @@ class Engine:
         self._max_tokens = limits.step_tokens(self.package, options.max_scheduled_tokens)
         self._watch = watch
         self._step_number = -1
+        self._stepping = False
         self._broken: RollbackFailed | None = None
 
     @property
@@ -105,13 +106,15 @@ class Engine:
         """
         sampling = sampling or GREEDY
         self.check(token_ids, max_new_tokens, draft_tokens, sampling)
+        stops = self.package.eos_token_ids if stop_token_ids is None else stop_token_ids
+        limits.check_stops(stops, sampling, self.package)
         prompt = tuple(int(token) for token in token_ids)
         room = self.package.context_length - len(prompt)
         request = Request(
             prompt,
-            min(max_new_tokens, room),
+            min(int(max_new_tokens), room),
             draft_tokens,
-            frozenset(self.package.eos_token_ids if stop_token_ids is None else stop_token_ids),
+            frozenset(int(token) for token in stops),
             sampling,
             self.package.vocab_size,
             self.max_draft_tokens,
@@ -132,13 +135,7 @@ class Engine:
         """Raises Refused for a request that can never be served."""
         limits.check_request(token_ids, max_new_tokens, self.package)
         (sampling or GREEDY).check()
-        if not 0 <= draft_tokens <= self.max_draft_tokens:
-            raise Refused(
-                "--draft-tokens",
-                expected=f"0 to {self.max_draft_tokens}, the limit of package and engine",
-                found=draft_tokens,
-                remedy="ask for fewer",
-            )
+        check_drafts(draft_tokens, self.max_draft_tokens)
         needed = self._pool.blocks_for(min(len(token_ids) + max_new_tokens, self.package.context_length) - 1)
         if needed > self._pool.num_blocks:
             raise Refused(
@@ -156,23 +153,28 @@ class Engine:
         """
         if self._broken:
             raise self._broken
+        self._refuse_within_step("step")
         self._step_number += 1
-        self._retire()
-        proposals = self._known_proposals()
-        plan = self._plan(proposals)
-        self._reach("plan")
-        for request in plan.preempted:
-            self.preempt(request)
-        if not plan.rows:
-            return {}
+        self._stepping = True
         try:
-            return self._run(plan.rows, proposals)
+            return self._step()
         except RollbackFailed as failure:
             self._broken = failure
             raise
         except BaseException:
             self.stats.aborted_steps += 1
             raise
+        finally:
+            self._stepping = False
+
+    def _step(self) -> dict[Request, list[int]]:
+        self._retire()
+        proposals = self._known_proposals()
+        plan = self._plan(proposals)
+        self._reach("plan")
+        for request in plan.preempted:
+            self._preempt(request)
+        return self._run(plan.rows, proposals) if plan.rows else {}
 
     def _run(self, rows: Sequence[RowPlan], proposals: Mapping[Request, Sequence[int]]) -> dict[Request, list[int]]:
         """One transaction: everything that may fail comes before its commit."""
@@ -194,16 +196,21 @@ class Engine:
             kept = [verdict.kept for verdict in verdicts]
             transaction.prepare(kept)
             self._reach("prepare")
+            self._broken = RollbackFailed("a step was interrupted while it was published; call Engine.reset()")
             transaction.commit(kept)
         self._publish(rows, verdicts)
         self._count(rows, verdicts, drafted, followed)
+        self._broken = None
         self._retire()
         return {row.request: list(verdict.tokens) for row, verdict in zip(rows, verdicts, strict=True) if row.samples}
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's blocks and slot; it goes on, fed anew, as soon as there is room."""
-        if request not in self._running:
-            return
+        self._refuse_within_step("preempt")
+        if request in self._running:
+            self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._give_back(request)
         request.forget_cached()
@@ -213,6 +220,7 @@ class Engine:
 
     def reset(self) -> None:
         """Cancels every request and mends a failed rollback. Sessions, caches, prepared runs and counters stay."""
+        self._refuse_within_step("reset")
         for request in (*self._waiting, *self._running):
             request.cancel()
             request.forget_cached()
@@ -222,6 +230,10 @@ class Engine:
         if self.target.states:
             self.target.states.reset()
         self._broken = None
+
+    def _refuse_within_step(self, name: str) -> None:
+        if self._stepping:
+            raise DraftsmithError(f"Engine.{name}() was called in the middle of a step; call it between steps")
 
     def _reach(self, boundary: Boundary) -> None:
         if self._watch:
@@ -246,8 +258,8 @@ class Engine:
         """Drafts that are known before the step: the caller's own, else what the text itself proposes."""
         proposals: dict[Request, Sequence[int]] = {}
         for request in self._running:
-            if request.proposed is not None:
-                proposals[request] = request.proposed
+            if request.proposal is not None:
+                proposals[request] = request.proposal
             elif self.options.proposer == "ngram" and self._may_draft(request):
                 proposals[request] = ngram.propose(request.known(0, request.num_known), request.draft_tokens)
         return proposals
@@ -304,6 +316,7 @@ class Engine:
         self.stats.draft_forward_passes += len(drafted.work.runs) + len(followed.runs)
         for request in (request for run in (*drafted.work.runs, *followed.runs) for request in run):
             request.stats.draft_forward_passes += 1
+        self.stats.total_draft_ms += drafted.milliseconds
         total = sum(len(verdict.drafts) for verdict in verdicts)
         for row, verdict in zip(rows, verdicts, strict=True):
             row.request.stats.target_forward_passes += 1
@@ -311,7 +324,7 @@ class Engine:
                 stopped = verdict.accepted == len(verdict.tokens)
                 for stats in (self.stats, row.request.stats):
                     stats.record_round(len(verdict.drafts), verdict.accepted, verdict.discarded, stopped=stopped)
-                    stats.total_draft_ms += drafted.milliseconds * len(verdict.drafts) / total
+                row.request.stats.total_draft_ms += drafted.milliseconds * len(verdict.drafts) / total
 
     def _retire(self) -> None:
         for request in [request for request in self._running if request.finish_reason]:

@@ -8,6 +8,7 @@ layers of a kind lie in one array, [bank, layer, slot, ...].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,17 @@ class StateGeometry:
         return 2 * self._state_bytes
 
     @property
+    def staged_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a row of a layer, in the order of Stage."""
+        updates = (self.capacity, self.conv[0]), (self.capacity * self.capsule_width,)
+        return self.conv, self.conv, self.recurrent, self.recurrent, *updates
+
+    @property
+    def staged_bytes_per_slot(self) -> int:
+        """Beside bytes_per_slot: what a step gathers and captures."""
+        return 4 * len(self.layers) * sum(math.prod(shape) for shape in self.staged_shapes)
+
+    @property
     def checkpoint_bytes_per_slot(self) -> int:
         """Beside bytes_per_slot, as soon as a step drafts."""
         return self.checkpoints * self._state_bytes
@@ -77,21 +89,24 @@ class StateView:
 
     slots: tuple[int, ...]
     key: tuple[int, ...]
-    inputs: dict[str, Array]
-    outputs: dict[str, Array]
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
     stage: Stage
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Buffers for a number of rows: gathered states (where rows do not lie side by side) and captured updates."""
+    """Buffers for a number of rows, in NumPy or on a device.
 
-    conv_in: Array
-    conv_out: Array
-    recurrent_in: Array
-    recurrent_out: Array
-    conv_update: Array
-    capsule: Array
+    conv_in to recurrent_out: gathered states, where rows do not lie side by side; then the captured updates.
+    """
+
+    conv_in: Any
+    conv_out: Any
+    recurrent_in: Any
+    recurrent_out: Any
+    conv_update: Any
+    capsule: Any
 
 
 class FixedStates:
@@ -113,6 +128,9 @@ class FixedStates:
         self._conv: Any = np.zeros((2, layers, num_slots, *self.geometry.conv), np.float32)
         self._recurrent: Any = np.zeros((2, layers, num_slots, *self.geometry.recurrent), np.float32)
         self._outer = np.empty((layers, *self.geometry.recurrent), np.float32)
+        self._staged: list[Any] = [
+            np.zeros((layers * num_slots, *shape), np.float32) for shape in self.geometry.staged_shapes
+        ]
 
     @property
     def num_free(self) -> int:
@@ -166,12 +184,12 @@ class FixedStates:
         )
 
     def _named(
-        self, slots: tuple[int, ...], key: tuple[int, ...], states: Sequence[Sequence[Any]], nexts: Sequence[Any]
+        self, slots: tuple[int, ...], key: tuple[int, ...], states: Sequence[Any], nexts: Sequence[Any]
     ) -> StateView:
         """states, nexts: convolutions, then recurrences, of each layer by its place in the geometry."""
         stage = self._stage(len(slots))
-        inputs: dict[str, Array] = {}
-        outputs: dict[str, Array] = {}
+        inputs: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         for index, layer in enumerate(self.geometry.layers):
             inputs[contract.PAST_CONV.format(layer)] = states[0][index]
             inputs[contract.PAST_RECURRENT.format(layer)] = states[1][index]
@@ -183,20 +201,11 @@ class FixedStates:
         return StateView(slots, key, inputs, outputs, stage)
 
     def _stage(self, rows: int) -> Stage:
+        """For any number of rows the same memory, in the shapes of that number."""
         if rows not in self._stages:
-            geometry = self.geometry
-            layers, capacity = len(geometry.layers), geometry.capacity
-
-            def buffer(*shape: int) -> Array:
-                return np.zeros((layers, rows, *shape), np.float32)
-
+            layers = len(self.geometry.layers)
             self._stages[rows] = Stage(
-                buffer(*geometry.conv),
-                buffer(*geometry.conv),
-                buffer(*geometry.recurrent),
-                buffer(*geometry.recurrent),
-                buffer(capacity, geometry.conv[0]),
-                buffer(capacity * geometry.capsule_width),
+                *(array[: layers * rows].reshape(layers, rows, *array.shape[1:]) for array in self._staged)
             )
         return self._stages[rows]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from builder.errors import Refused
 from builder.progress import Progress, silent
 from runtime.engine import Engine
-from runtime.limits import EngineOptions
+from runtime.limits import EngineOptions, draft_limit
 from runtime.loading import LoadedPackage
 from runtime.request import Request
 from runtime.sampling import GREEDY, SamplingOptions
@@ -88,8 +87,12 @@ def _ask(where: str, text: str, defaults: Ask, encode: Encode) -> Ask:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
+        expected = first["msg"].removeprefix("Input should be ").partition(":")[0]
+        if first["type"] == "extra_forbidden":
+            expected = f"one of {', '.join(Line.model_fields)}"
+        found = text if first["type"] == "json_invalid" else first["input"]
         raise Refused(
-            f"{where} {key}".strip(), expected=first["msg"], found=json.dumps(text)[:80], remedy="mend the line"
+            f"{where} {key}".strip(), expected=expected, found=ascii(found)[:80], remedy="mend the line"
         ) from None
     if (line.token_ids is None) == (line.prompt is None):
         raise Refused(where, expected="either token_ids or prompt", found="both or neither", remedy="mend the line")
@@ -101,6 +104,11 @@ def _ask(where: str, text: str, defaults: Ask, encode: Encode) -> Ask:
 
 def options_for(package: LoadedPackage, asks: Sequence[Ask], options: EngineOptions) -> EngineOptions:
     """Options with what was left open sized to the requests: drafts, and blocks for as many as may run at once."""
+    for ask in asks:
+        try:
+            draft_limit(package.package, ask.draft_tokens, options.proposer)
+        except Refused as refusal:
+            raise (refusal.within(f"{ask.place}:") if ask.place else refusal) from None
     batch = min(options.max_batch_size, len(asks))
     block_size = package.package.block_size if options.block_size is None else options.block_size
     num_blocks = options.num_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 from builder import contract
@@ -11,6 +12,7 @@ from builder.errors import Refused
 from builder.reader import Package
 from runtime import memory
 from runtime.fixed_state import StateGeometry
+from runtime.sampling import SamplingOptions
 
 FLOAT_BYTES = 4
 MAX_LOGITS_BYTES = 1 << 28
@@ -48,17 +50,23 @@ def draft_limit(package: Package, asked: int | None, proposer: Proposer = "mtp")
         limit = max(0, package.capacity - 1)
     if asked is None:
         return limit
-    if not 0 <= asked <= limit:
-        more = (
-            f"leave --overlay {package.overlay} out" if package.overlay else "export with a larger --max-draft-tokens"
-        )
+    if not isinstance(asked, Integral) or not 0 <= asked <= limit:
         raise Refused(
             "--draft-tokens",
             expected=f"0 to {limit}, the package's limit",
             found=asked,
-            remedy=f"ask for fewer, or {more}",
+            remedy=f"ask for fewer, or {_more_drafts(package)}",
         )
     return asked
+
+
+def _more_drafts(package: Package) -> str:
+    """What would raise a package's limit."""
+    if package.overlay:
+        return f"leave --overlay {package.overlay} out"
+    if not package.capacity:
+        return "export with --checkpoints compact"
+    return "export with a larger --max-draft-tokens" if package.mtp else "use --proposer ngram: it has no MTP head"
 
 
 def check_sizes(options: EngineOptions, block_size: int) -> None:
@@ -70,13 +78,13 @@ def check_sizes(options: EngineOptions, block_size: int) -> None:
         "--max-scheduled-tokens": options.max_scheduled_tokens,
     }
     for name, size in sizes.items():
-        if size is not None and size < 1:
+        if size is not None and not (isinstance(size, Integral) and size >= 1):
             raise Refused(name, expected="1 or more", found=size, remedy="choose another")
 
 
 def check_request(prompt: Sequence[int], max_new_tokens: int, package: Package) -> None:
     """Raises Refused for a prompt or length that this package can never serve."""
-    if max_new_tokens < 1:
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
         raise Refused("--max-new-tokens", expected="1 or more", found=max_new_tokens, remedy="ask for more")
     if len(prompt) == 0:
         raise Refused("prompt", expected="at least one token", found="none", remedy="give a prompt")
@@ -87,11 +95,23 @@ def check_request(prompt: Sequence[int], max_new_tokens: int, package: Package) 
             found=len(prompt),
             remedy="shorten it",
         )
-    bad = next((token for token in prompt if not 0 <= token < package.vocab_size), None)
-    if bad is not None:
+    _check_tokens("prompt", prompt, package)
+
+
+def check_stops(stops: Sequence[int], sampling: SamplingOptions, package: Package) -> None:
+    """Raises Refused for stop ids that are no tokens, or that leave none to reach a minimum length with."""
+    _check_tokens("stop_token_ids", stops, package)
+    if sampling.min_new_tokens and len(set(stops)) >= package.vocab_size:
         raise Refused(
-            "prompt", expected=f"token ids below {package.vocab_size}", found=bad, remedy="use this package's tokenizer"
+            "min_new_tokens", expected="a token that is no stop id", found="none", remedy="leave the minimum out"
         )
+
+
+def _check_tokens(name: str, tokens: Sequence[int], package: Package) -> None:
+    size = package.vocab_size
+    bad = next((token for token in tokens if not (isinstance(token, Integral) and 0 <= token < size)), None)
+    if bad is not None:
+        raise Refused(name, expected=f"token ids below {size}", found=bad, remedy="use this package's tokenizer")
 
 
 def step_tokens(package: Package, asked: int) -> int:
@@ -108,7 +128,7 @@ def require_memory(package: Package, cached_tokens: int, num_slots: int, *, with
         values_per_token = 2 * layers * int(heads) * int(dim)
     geometry = StateGeometry.of(package)
     caches = FLOAT_BYTES * values_per_token * cached_tokens
-    states = num_slots * geometry.bytes_per_slot if geometry else 0
+    states = num_slots * (geometry.bytes_per_slot + geometry.staged_bytes_per_slot) if geometry else 0
     if geometry and drafting:
         states += num_slots * geometry.checkpoint_bytes_per_slot
     memory.require(

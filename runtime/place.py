@@ -80,7 +80,7 @@ class DeviceArray:
     def read(self) -> Array:
         """A copy in NumPy, of memory made by `Place.device_zeros`: for tests and tools, never in a step."""
         start = self.address - self.owner.data_ptr()
-        return self.owner.numpy()[start : start + self.nbytes].view(self.dtype).reshape(self.shape)  # type: ignore[no-any-return]
+        return self.owner.numpy()[start : start + self.nbytes].view(self.dtype).reshape(self.shape)
 
     def write(self, values: Array) -> None:
         """Replaces the whole of memory made by `Place.device_zeros`; for tests and tools."""

@@ -23,7 +23,7 @@ from runtime.generation import Ask
 from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.packing import Array, Segment
-from runtime.sampling import greedy
+from runtime.sampling import GREEDY, SamplingOptions, greedy
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,11 @@ def rows_of(segment: Segment, outputs: tuple[Array, Array]) -> list[Row]:
 
 
 def dump(
-    package: LoadedPackage, token_ids: Sequence[int], draft_tokens: int, options: EngineOptions
+    package: LoadedPackage,
+    token_ids: Sequence[int],
+    draft_tokens: int,
+    options: EngineOptions,
+    sampling: SamplingOptions = GREEDY,
 ) -> dict[str, NDArray[Any]]:
     """logits [T, vocab] and hidden_states [T, hidden] of the prompt; with a head mtp_logits [T, vocab] (row p saw
     token p + 1, the last one the first generated token), and for draft_tokens K mtp_draft_tokens [K] and
@@ -57,7 +61,7 @@ def dump(
     engine.target.on_run = lambda segments, outputs: target_rows.extend(rows_of(segments[0], outputs))
     if engine.proposer:
         engine.proposer.on_run = lambda segments, outputs: head_rows.extend(rows_of(segments[0], outputs))
-    engine.submit(token_ids, draft_tokens + 2, draft_tokens, stop_token_ids=())
+    engine.submit(token_ids, draft_tokens + 2, min(draft_tokens, engine.max_draft_tokens), (), sampling)
     length = len(token_ids)
     while engine.has_work and len(target_rows) <= length:
         engine.step()
@@ -95,7 +99,7 @@ def check_target(path: Path, package: Package, asks: Sequence[Ask]) -> None:
 def write(path: Path, package: LoadedPackage, asks: Sequence[Ask], options: EngineOptions) -> None:
     """Writes dump() of the one request asked for as an .npz file. Raises Refused, or MachineError on I/O."""
     check_target(path, package.package, asks)
-    arrays = dump(package, asks[0].token_ids, asks[0].draft_tokens, options)
+    arrays = dump(package, asks[0].token_ids, asks[0].draft_tokens, options, asks[0].sampling)
     partial = path.with_name(f".partial-{os.getpid()}-dump")
     try:
         with partial.open("wb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +43,7 @@ class Request:
     head_length: int = 0
     unread_hidden: list[NDArray[Any]] = field(default_factory=list)
     proposed: tuple[int, ...] | None = None
+    proposed_at: int = 0
 
     def __post_init__(self) -> None:
         self.prefill_end = self.prefill_end or len(self.prompt)
@@ -53,28 +55,41 @@ class Request:
 
     def set_draft_tokens(self, draft_tokens: int) -> None:
         """Drafts per step from the next step on. Raises Refused beyond the engine's limit."""
-        if not 0 <= draft_tokens <= self.max_draft_tokens:
-            raise Refused(
-                "--draft-tokens",
-                expected=f"0 to {self.max_draft_tokens}, the limit of package and engine",
-                found=draft_tokens,
-                remedy="ask for fewer",
-            )
-        self.draft_tokens = draft_tokens
+        check_drafts(draft_tokens, self.max_draft_tokens)
+        self.draft_tokens = int(draft_tokens)
 
     def propose(self, token_ids: Sequence[int]) -> None:
-        """Drafts of the caller's own for the next decode step, instead of the engine's.
+        """Drafts of the caller's own for the next step, instead of the engine's: what may follow the newest token.
 
-        Raises Refused for non-tokens, and for a request that its sampling options keep from drafting.
+        They are dropped when that step has no room for them, or when another token has become known first, as at the
+        end of a prompt. Raises Refused for non-tokens, for more than the engine verifies, and for a request that has
+        finished or that its sampling options keep from drafting.
         """
+        if self.finish_reason:
+            raise Refused(
+                "proposal", expected="a request that goes on", found=self.finish_reason, remedy="submit another"
+            )
         if self.drafting_off:
             raise Refused(
                 "proposal", expected="a request that may draft", found=self.drafting_off, remedy="leave the option out"
             )
+        if len(token_ids) > self.max_draft_tokens:
+            raise Refused(
+                "proposal",
+                expected=f"at most {self.max_draft_tokens} tokens, the limit of package and engine",
+                found=len(token_ids),
+                remedy="propose fewer, or make the engine with max_draft_tokens or another proposer",
+            )
         bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if bad is not None:
             raise Refused("proposal", expected=f"token ids below {self.vocab_size}", found=bad, remedy="propose tokens")
-        self.proposed = tuple(token_ids)
+        self.proposed = tuple(int(token) for token in token_ids)
+        self.proposed_at = self.num_known
+
+    @property
+    def proposal(self) -> tuple[int, ...] | None:
+        """The caller's drafts where they still stand behind the newest known token."""
+        return self.proposed if self.proposed_at == self.num_known else None
 
     def cancel(self) -> None:
         """Ends the request at the next step."""
@@ -123,6 +138,17 @@ class Request:
         rest = self.unread()[count:]
         self.unread_hidden = [rest] if len(rest) else []
         self.head_length += count
+
+
+def check_drafts(draft_tokens: int, limit: int) -> None:
+    """Raises Refused for a number of drafts that an engine with this limit does not verify."""
+    if not isinstance(draft_tokens, Integral) or not 0 <= draft_tokens <= limit:
+        raise Refused(
+            "--draft-tokens",
+            expected=f"0 to {limit}, the limit of package and engine",
+            found=draft_tokens,
+            remedy="ask for fewer",
+        )
 
 
 def table_of(request: Request) -> BlockTable:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 from builder.errors import DraftsmithError, Refused
 
 Floats = NDArray[np.float64]
-MAX_SEED = 1 << 64
+MAX_SEED = (1 << 64) - 1
+SMALLEST = 1e-9
+"""Of top_p: less would be no share at all."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,17 @@ class SamplingOptions:
 
     def check(self) -> None:
         """Raises Refused for a value outside what is possible."""
-        facts = (
-            ("--temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or more"),
-            ("--top-k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
-            ("--top-p", self.top_p, 0 < self.top_p <= 1, "above 0, up to 1"),
-            ("--seed", self.seed, 0 <= self.seed < MAX_SEED, f"0 to {MAX_SEED - 1}"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"), "above 0"),
-            ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "0 or more"),
-        )
-        for name, found, possible, expected in facts:
-            if not possible:
-                raise Refused(name, expected=expected, found=found, remedy="choose another")
+        for name, found, least, most, kind in (
+            ("--temperature", self.temperature, 0, 1e6, Real),
+            ("--top-k", self.top_k, 0, 1 << 31, Integral),
+            ("--top-p", self.top_p, SMALLEST, 1, Real),
+            ("--seed", self.seed, 0, MAX_SEED, Integral),
+            ("repetition_penalty", self.repetition_penalty, 0.01, 100, Real),
+            ("min_new_tokens", self.min_new_tokens, 0, 1 << 31, Integral),
+        ):
+            if not isinstance(found, kind) or not least <= found <= most:
+                number = "a number" if kind is Real else "a whole number"
+                raise Refused(name, expected=f"{number} from {least} to {most}", found=found, remedy="choose another")
 
     @property
     def is_greedy(self) -> bool:
@@ -70,9 +73,12 @@ GREEDY = SamplingOptions()
 
 
 def greedy(logits: NDArray[Any]) -> list[int]:
-    """The best token of each row of logits [rows, vocab]; the lowest id on a tie. Raises DraftsmithError for NaN."""
+    """The best token of each row of logits [rows, vocab]; the lowest id on a tie.
+
+    Raises DraftsmithError for a row whose best value is NaN or infinite.
+    """
     best = logits.argmax(axis=-1)
-    _refuse_nan(logits[np.arange(len(logits)), best])
+    _refuse_unnumbered(logits[np.arange(len(logits)), best])
     chosen: list[int] = best.tolist()
     return chosen
 
@@ -81,15 +87,15 @@ def choose(
     logits: NDArray[Any], options: SamplingOptions, known: Sequence[int], generated: int, stop_ids: Sequence[int]
 ) -> int:
     """The next token by one row of logits [vocab], after the `known` tokens, the last `generated` of them ours."""
-    _refuse_nan(logits.max(keepdims=True))
+    _refuse_unnumbered(logits.max(keepdims=True))
     scores = _penalized(logits.astype(np.float64), options, known, generated, stop_ids)
     if not options.temperature:
         return int(scores.argmax())
     return draw(probabilities(scores, options), options.seed, generated)
 
 
-def _refuse_nan(values: NDArray[Any]) -> None:
-    if np.isnan(values).any():
+def _refuse_unnumbered(values: NDArray[Any]) -> None:
+    if not np.isfinite(values).all():
         raise DraftsmithError("the logits are not numbers: the weights of this package are damaged; export it again")
 
 
@@ -108,11 +114,12 @@ def _penalized(
 
 def probabilities(scores: Floats, options: SamplingOptions) -> Floats:
     """[vocab]: softmax of scores / temperature over the top_k best tokens, then over the fewest that hold top_p."""
-    scores = scores / options.temperature
+    with np.errstate(over="ignore"):  # in this order a tiny temperature gives -inf, never NaN
+        scores = (scores - scores.max()) / options.temperature
     if 0 < options.top_k < len(scores):
         least = np.partition(scores, -options.top_k)[-options.top_k]
         scores = np.where(scores < least, -np.inf, scores)
-    chances: Floats = np.exp(scores - scores.max())
+    chances: Floats = np.exp(scores)
     chances /= chances.sum()
     if options.top_p < 1:
         order = np.argsort(chances, kind="stable")

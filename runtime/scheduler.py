@@ -90,7 +90,7 @@ def plan_step(
     kept = list(running)
     decodes, preempted, deferred = _decodes(kept, room)
     prefills = _chunks(kept, room)
-    if not preempted and not deferred:
+    if not preempted:
         prefills += _admissions(waiting, limits.max_requests - len(kept), room)
     if limits.max_draft_tokens and not prefills:
         decodes = [_with_drafts(row, min(wanted(row.request), limits.max_draft_tokens), room) for row in decodes]

@@ -7,6 +7,7 @@ place: the same memory is bound as a graph's input and its output.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,18 @@ OPSET = 21
 Op = Any
 """onnxscript's OpBuilder."""
 Values = Mapping[str, ir.Value]
+Shape = tuple[int | str, ...]
+INDEX: tuple[ir.DataType, Shape] = (INT64, ("M",))
 
 
 class StateMoves:
     """Gather, copy and replay for the two kinds of states of a geometry, whose convolutions are of `conv_type`."""
 
     def __init__(self, geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> None:
-        conv, recurrent = ("N", *geometry.conv), ("N", *geometry.recurrent)
+        conv: Shape = ("N", *geometry.conv)
+        recurrent: Shape = ("N", *geometry.recurrent)
+        conv_rows: Shape = ("R", *geometry.conv)
+        recurrent_rows: Shape = ("R", *geometry.recurrent)
         self._place = place
         self._sessions = {
             "gather_conv": self._load({"bank": (conv_type, conv), "source": INDEX}, _gather),
@@ -36,7 +42,7 @@ class StateMoves:
             "copy_conv": self._load(
                 {
                     "bank": (conv_type, conv),
-                    "states": (conv_type, ("R", *geometry.conv)),
+                    "states": (conv_type, conv_rows),
                     "row": INDEX,
                     "target": INDEX,
                 },
@@ -45,7 +51,7 @@ class StateMoves:
             "copy_recurrent": self._load(
                 {
                     "bank": (FLOAT, recurrent),
-                    "states": (FLOAT, ("R", *geometry.recurrent)),
+                    "states": (FLOAT, recurrent_rows),
                     "row": INDEX,
                     "target": INDEX,
                 },
@@ -54,8 +60,8 @@ class StateMoves:
         }
         if geometry.capacity:
             moved = {"source": INDEX, "row": INDEX, "kept": INDEX, "target": INDEX}
-            updates = (conv_type, ("R", geometry.capacity, geometry.conv[0]))
-            capsules = (FLOAT, ("R", geometry.capacity * geometry.capsule_width))
+            updates: tuple[ir.DataType, Shape] = (conv_type, ("R", geometry.capacity, geometry.conv[0]))
+            capsules: tuple[ir.DataType, Shape] = (FLOAT, ("R", geometry.capacity * geometry.capsule_width))
             self._sessions["replay_conv"] = self._load(
                 {"bank": (conv_type, conv), "updates": updates, **moved}, lambda op, v: _replay_conv(op, v, geometry)
             )
@@ -64,9 +70,7 @@ class StateMoves:
                 lambda op, v: _replay_recurrent(op, v, geometry),
             )
 
-    def _load(
-        self, inputs: Mapping[str, tuple[ir.DataType, tuple[int | str, ...]]], build: Callable[[Op, Values], ir.Value]
-    ) -> Any:
+    def _load(self, inputs: Mapping[str, tuple[ir.DataType, Shape]], build: Callable[[Op, Values], ir.Value]) -> Any:
         graph = ir.Graph(inputs=[], outputs=[], nodes=[], name="move", opset_imports={"": OPSET})
         builder = GraphBuilder(graph)
         values = {name: builder.input(name, dtype, list(shape)) for name, (dtype, shape) in inputs.items()}
@@ -92,15 +96,18 @@ class StateMoves:
         bind_arrays(self._sessions[name], inputs, {"out": out})
 
 
-INDEX = (INT64, ("M",))
+@lru_cache(maxsize=8)
+def state_moves(geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> StateMoves:
+    """The moves of a geometry, loaded once however many engines there are."""
+    return StateMoves(geometry, place, conv_type)
 
 
 def _gather(op: Op, values: Values) -> ir.Value:
-    return op.Gather(values["bank"], values["source"], axis=0)  # type: ignore[no-any-return]
+    return op.Gather(values["bank"], values["source"], axis=0)
 
 
 def _put(op: Op, values: Values, states: ir.Value) -> ir.Value:
-    return op.ScatterND(values["bank"], op.Unsqueeze(values["target"], [1]), states)  # type: ignore[no-any-return]
+    return op.ScatterND(values["bank"], op.Unsqueeze(values["target"], [1]), states)
 
 
 def _copy(op: Op, values: Values) -> ir.Value:
@@ -146,7 +153,7 @@ def _weights(op: Op, decays: ir.Value, capacity: int, one: ir.Value) -> tuple[ir
     """[M, capacity, heads]: the product of the decays behind each token; and [M, 1, heads]: of all of them."""
     each = op.Split(decays, num_outputs=capacity, axis=1, _outputs=capacity) if capacity > 1 else [decays]
     product = op.Expand(one, op.Shape(each[0]))
-    behind = []
+    behind: list[ir.Value] = []
     for decay in reversed(list(each)):
         behind.insert(0, product)
         product = op.Mul(product, decay)

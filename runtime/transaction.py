@@ -67,7 +67,7 @@ class Transaction:
         try:
             self._reach("rollback")
             self._roll_back()
-        except Exception as failure:
+        except BaseException as failure:
             raise RollbackFailed(
                 f"a step failed ({error}), and so did giving back what it held ({failure}); call Engine.reset()"
             ) from failure
@@ -116,7 +116,8 @@ class Transaction:
             self._states.prepare(self.view, kept, [row.length for row in self.rows])
 
     def commit(self, kept: Sequence[int]) -> None:
-        """Publishes what was prepared and keeps kept[row] more cached tokens. Cannot fail."""
+        """Publishes what was prepared and keeps kept[row] more cached tokens. Cannot fail, only be interrupted."""
+        self._committed = True
         if self._states and self.view:
             self._states.commit(self.view)
         for row, count in zip(self.rows, kept, strict=True):
@@ -124,4 +125,3 @@ class Transaction:
             request.num_cached += count
             if not request.is_prefill:  # the rest of a prompt keeps the blocks that it entered with
                 table_of(request).shrink(self._pool.blocks_for(request.num_cached))
-        self._committed = True

@@ -415,6 +415,7 @@ CASES: tuple[Case, ...] = (
         (
             f"{ENGINE_TESTS}::test_chunked_prompt_primes_the_head_alike",
             f"{CONTROLS}::test_head_not_primed_on_the_prompt",
+            f"{RUNTIME}/test_schedules.py::test_random_schedules_give_plain_greedys_tokens",
         ),
     ),
     Case("A42", "decoding is plain unless drafts are asked for", (f"{CLI}::test_run_is_plain_unless_asked",)),
@@ -424,7 +425,7 @@ CASES: tuple[Case, ...] = (
         (
             f"{SAMPLING}::test_counters_of_rounds",
             f"{ENGINE_TESTS}::test_draft_counts_are_the_oracles",
-            f"{RUNTIME}/test_trained_schedules.py::test_a_random_schedule",
+            f"{RUNTIME}/test_trained_schedules.py::test_random_schedules",
         ),
     ),
     # A4: the loop

@@ -265,11 +265,11 @@ def test_drafts_from_the_text_itself(package: Path, answers: Mapping[str, Any]) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--temperature", "-1"), "--temperature: expected 0 or more, found -1.0"),
-        (("--temperature", "nan"), "--temperature: expected 0 or more"),
-        (("--top-p", "0"), "--top-p: expected above 0, up to 1"),
-        (("--top-k", "-3"), "--top-k: expected 0"),
-        (("--seed", "-1"), "--seed: expected 0 to"),
+        (("--temperature", "-1"), "--temperature: expected a number from 0 to 1000000.0, found -1.0"),
+        (("--temperature", "nan"), "--temperature: expected a number from 0"),
+        (("--top-p", "0"), "--top-p: expected a number from 1e-09 to 1"),
+        (("--top-k", "-3"), "--top-k: expected a whole number from 0"),
+        (("--seed", "-1"), "--seed: expected a whole number from 0 to"),
     ],
 )
 def test_impossible_sampling_is_refused(package: Path, options: tuple[str, ...], message: str) -> None:
@@ -289,7 +289,9 @@ def test_a_line_has_sampling_of_its_own(package: Path, tmp_path: Path, answers: 
     assert found[1]["token_ids"] != found[0]["token_ids"] != found[2]["token_ids"]
     assert [request["stats"]["draft_tokens_proposed"] for request in found] == [r["drafts_proposed"] for r in found]
     path.write_text(json.dumps(prompt | {"top_p": 2}))
-    assert "line 1: --top-p: expected above 0" in refuse(2, "run", package, "--requests", path)
+    assert "line 1: --top-p: expected a number from 1e-09 to 1, found 2.0" in refuse(
+        2, "run", package, "--requests", path
+    )
 
 
 def test_dense_checkpoints(package: Path, tmp_path: Path, answers: Mapping[str, Any]) -> None:

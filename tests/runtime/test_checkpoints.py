@@ -237,8 +237,8 @@ def test_logits_and_states_are_the_same_bits_whether_checkpoints_are_fetched_or_
         model, states = started(package, prompts[:4])
         view = states.view(range(4))
         counts = [length if length > 1 and drafted else 0 for length in LENGTHS]
-        logits, hidden = model.run(segments(prompts, range(4), LENGTHS), view, counts)
-        return [logits.copy(), hidden.copy(), *(array.copy() for array in view.outputs.values())]
+        run = model.run(segments(prompts, range(4), LENGTHS), view, counts)
+        return [run.logits.copy(), run.hidden.copy(), *(array.copy() for array in view.outputs.values())]
 
     fetched = outputs(dense)
     compact = outputs(trained)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 
-from builder.errors import Refused
-from runtime import Engine, EngineOptions, FailAt, InjectedFailure, Request
+from builder.errors import DraftsmithError, Refused
+from runtime import Engine, EngineOptions, FailAt, InjectedFailure, Request, RollbackFailed, SamplingOptions
 from runtime.failures import Boundary
-from runtime.transaction import RollbackFailed
+from runtime.transaction import Transaction
 from tests.runtime.fakes import FakeHead, FakeTarget, fake_package, plain
 
 STEPS: tuple[Boundary, ...] = get_args(Boundary)[:-1]
@@ -37,8 +38,7 @@ def test_a_step_that_failed_is_repeated(boundary: Boundary, step: int) -> None:
             assert str(failure) == f"injected at {boundary} of step {step}"
             assert [request.token_ids for request in requests] == before[0]
             assert engine._pool.num_free == before[1]
-            aborted = int(boundary != "plan")
-            assert repr(engine.stats) == before[2].replace("aborted_steps=0", f"aborted_steps={aborted}")
+            assert repr(engine.stats) == before[2].replace("aborted_steps=0", "aborted_steps=1")
     assert (failures, watch.failed) == (1, True)
     assert [request.token_ids for request in requests] == [plain(prompt, 10) for prompt in PROMPTS]
 
@@ -161,3 +161,125 @@ def test_k_changes_between_steps() -> None:
     assert proposed == [0, 0, 4, 4, 1, 2], "the first step is the prompt's"
     with pytest.raises(Refused, match=r"--draft-tokens: expected 0 to 4.* found 5"):
         request.set_draft_tokens(5)
+
+
+@pytest.mark.parametrize("place", ["states", "publish", "rollback"])
+def test_an_interruption_that_cannot_be_undone_is_never_overlooked(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the first bank that is swapped and the last token that is delivered, or within a rollback."""
+    engine, _ = engine_with(FailAt("run", 2) if place == "rollback" else None)
+    engine.step()
+    engine.step()
+    target, name = {
+        "states": (engine.target.states, "commit"),
+        "publish": (engine, "_publish"),
+        "rollback": (Transaction, "_roll_back"),
+    }[place]
+    original = getattr(target, name)
+
+    def interrupted(*arguments: Any) -> None:
+        if place == "states":
+            original(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, interrupted)
+        with pytest.raises(RollbackFailed if place == "rollback" else KeyboardInterrupt):
+            engine.step()
+    with pytest.raises(RollbackFailed, match=r"call Engine\.reset\(\)"):
+        engine.step()
+    engine.reset()
+    again = engine.submit(PROMPTS[0], 10, 3)
+    while engine.has_work:
+        engine.step()
+    assert again.token_ids == plain(PROMPTS[0], 10)
+
+
+@pytest.mark.parametrize("call", ["step", "reset", "preempt"])
+def test_nothing_may_move_requests_in_the_middle_of_a_step(call: str) -> None:
+    engine, requests = engine_with(None)
+    refused = []
+
+    def watch(boundary: Boundary, step: int) -> None:
+        arguments = (requests[1],) if call == "preempt" else ()
+        with pytest.raises(DraftsmithError, match="in the middle of a step") as caught:
+            getattr(engine, call)(*arguments)
+        refused.append(caught)
+
+    engine._watch = watch
+    while engine.has_work:
+        engine.step()
+    assert len(refused) > 10
+    assert [request.token_ids for request in requests] == [plain(prompt, 10) for prompt in PROMPTS]
+
+
+def test_a_preempted_request_comes_back_before_those_who_wait() -> None:
+    engine = Engine(fake_package(), EngineOptions(num_blocks=30, max_batch_size=2))
+    first, second, third = (engine.submit(prompt, 10, 3) for prompt in PROMPTS)
+    engine.step()
+    engine.preempt(second)
+    engine.preempt(first)
+    assert list(engine._waiting) == [first, second, third]
+    engine.step()
+    assert engine._running == [first, second]
+
+
+def test_a_proposal_stands_behind_the_newest_token_or_not_at_all() -> None:
+    """A token that becomes known first, as at the end of a prompt, makes it void instead of late."""
+    engine = Engine(fake_package(), EngineOptions(num_blocks=30))
+    request = engine.submit(PROMPTS[0], 20, 0)
+    request.propose(plain(PROMPTS[0], 4))
+    engine.step()
+    engine.step()
+    assert request.stats.draft_tokens_proposed == 0
+    known = [*PROMPTS[0], *request.token_ids]
+    request.propose(plain(known, 4))
+    engine.step()
+    assert request.stats.draft_tokens_accepted == 4
+    request.propose(plain([*PROMPTS[0], *request.token_ids], 4))
+    engine.preempt(request)
+    while engine.has_work:
+        engine.step()
+    assert request.stats.draft_tokens_proposed == 4
+    assert request.token_ids == plain(PROMPTS[0], 20)
+    with pytest.raises(Refused, match="a request that goes on, found length"):
+        request.propose([1])
+
+
+def test_proposals_beyond_the_limit_are_refused() -> None:
+    request = Engine(fake_package(), EngineOptions(num_blocks=30)).submit(PROMPTS[0], 20, 0)
+    with pytest.raises(Refused, match="at most 4 tokens, the limit of package and engine, found 5"):
+        request.propose([1] * 5)
+    plain_engine = Engine(fake_package(), EngineOptions(num_blocks=30, max_draft_tokens=0))
+    with pytest.raises(Refused, match="at most 0 tokens"):
+        plain_engine.submit(PROMPTS[0], 20, 0).propose([1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.7], 4, 0), "prompt: expected token ids below 13, found 1.7"),
+        (([1], 4.0, 0), "--max-new-tokens: expected 1 or more, found 4.0"),
+        (([1], float("nan"), 0), "--max-new-tokens: expected 1 or more, found nan"),
+        (([1], 4, 1.5), "--draft-tokens: expected 0 to 4.* found 1.5"),
+        (([1], 4, 0, [99]), "stop_token_ids: expected token ids below 13, found 99"),
+        (([1], 4, 0, [-1]), "stop_token_ids: expected token ids below 13, found -1"),
+    ],
+)
+def test_values_that_would_fail_in_a_step_are_refused_at_submission(arguments: Any, message: str) -> None:
+    engine = Engine(fake_package(), EngineOptions(num_blocks=8))
+    with pytest.raises(Refused, match=message):
+        engine.submit(*arguments)
+    with pytest.raises(Refused, match=r"--max-scheduled-tokens: expected 1 or more, found 2\.5"):
+        Engine(fake_package(), EngineOptions(num_blocks=8, max_scheduled_tokens=2.5))  # type: ignore[arg-type]
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    engine = Engine(fake_package(), EngineOptions(num_blocks=np.int64(8)))
+    prompt = np.array(PROMPTS[0], np.int32)
+    request = engine.submit(
+        prompt, np.int64(6), np.int32(2), np.array([12]), SamplingOptions(np.float32(0.5), seed=np.uint64(3))
+    )  # type: ignore[arg-type]
+    while engine.has_work:
+        engine.step()
+    assert len(request.token_ids) == 6 or request.finish_reason == "stop"
+    assert all(type(token) is int for token in (*request.prompt, *request.token_ids))

@@ -87,7 +87,7 @@ def test_gathered_states_equal_views(trained: LoadedPackage, prompts: list[list[
         for start, end in ((0, 6), (6, 9)):
             view = model.states.view(order)
             segments = [Segment(prompts[slot][start:end], start, [slot]) for slot in order]
-            logits, _ = model.run(segments, view, [0, 0])
+            logits = model.run(segments, view, [0, 0]).logits
             model.states.prepare(view, [end - start] * 2, [end - start] * 2)
             model.states.commit(view)
         by_slot = logits.reshape(2, 3, -1)[np.argsort(order)].copy()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime import Engine, EngineOptions, to_prometheus
-from tests.runtime.fakes import fake_package
+from tests.runtime.fakes import FakeHead, fake_package
 
 
 def samples(engine: Engine) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -60,3 +63,22 @@ def test_requests_counters_add_up_to_the_engines() -> None:
     assert sum(i * count for i, count in enumerate(stats.acceptance_length_histogram)) == stats.draft_tokens_accepted
     assert stats.completed_rounds <= stats.rounds
     assert stats.preemptions > 0
+
+
+def test_the_time_of_the_head_is_counted_also_where_nothing_is_drafted() -> None:
+    """A head that takes 5 ms a run; the second request's K is 0, and the head follows it all the same."""
+
+    class SlowHead(FakeHead):
+        def compute(self, inputs: Any, outputs: Any) -> None:
+            time.sleep(0.005)
+            super().compute(inputs, outputs)
+
+    for drafts in (3, 0):
+        engine = Engine(fake_package(head=SlowHead()), EngineOptions(num_blocks=16, max_batch_size=1))
+        request = engine.submit([1], 8, drafts)
+        while engine.has_work:
+            engine.step()
+        stats = engine.stats
+        assert 5 * stats.draft_forward_passes <= stats.total_draft_ms < 5 * stats.draft_forward_passes + 500
+        assert stats.draft_forward_passes > 3
+        assert (request.stats.total_draft_ms > 0) == (drafts > 0)

@@ -38,43 +38,65 @@ def p_value(counts: Counter[int], chances: Sequence[float]) -> float:
     )
 
 
-def sampled(drafts: int, temperature: float, wrong_every: int = 5, tokens: int = 3) -> list[Request]:
-    """DRAWS requests of the same prompt with a seed each, through one engine."""
-    engine = Engine(
-        fake_package(head=FakeHead(wrong_every)), EngineOptions(num_blocks=64, max_batch_size=16, max_draft_tokens=4)
-    )
+def sampled(drafts: int, temperature: float, tokens: int, texts: Sequence[Sequence[int]] = ()) -> list[Request]:
+    """DRAWS requests of the same prompt with a seed each, through one engine.
+
+    texts: what each of them will say. Every second one is then proposed it, but for the last draft, so that drafts of
+    every position are verified; the others are drafted by a head that is right more often than not.
+    """
+    engine = Engine(fake_package(head=FakeHead(5)), EngineOptions(num_blocks=64, max_batch_size=16, max_draft_tokens=4))
     requests = [
         engine.submit(PROMPT, tokens, drafts, sampling=SamplingOptions(temperature, seed=seed)) for seed in range(DRAWS)
     ]
     while engine.has_work:
+        for request in engine._running:
+            seed, known = request.sampling.seed, len(request.token_ids)
+            if texts and seed % 2 and not request.is_prefill:
+                request.propose([*texts[seed][known : known + drafts - 1], 0])
         engine.step()
     return requests
+
+
+def cells(requests: Sequence[Request], position: int, temperature: float) -> Counter[int]:
+    """How the tokens at one position fall into 9 equal parts of the target's own distribution there.
+
+    Tokens are laid side by side, the likeliest first, each as wide as its chance given what came before. A place
+    drawn evenly within the chosen token's is then even over the whole exactly when tokens follow their chances,
+    whatever came before; so requests with different pasts count together.
+    """
+    random = np.random.default_rng(position)
+    counts: Counter[int] = Counter()
+    for request in requests:
+        chances = softmax(after([*PROMPT, *request.token_ids[:position]]).logits.tolist(), temperature)
+        token = request.token_ids[position]
+        likelier = sum(chance for chance in chances if chance > chances[token])
+        counts[int(9 * (likelier + random.random() * chances[token]))] += 1
+    return counts
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.3])
 @pytest.mark.parametrize("drafts", [1, 2, 3, 4])
 def test_each_tokens_distribution_is_the_targets(drafts: int, temperature: float) -> None:
-    """Of the first token, which no draft concerns, and of the next two given what came before them, which may be
-    accepted drafts, replaced ones, or bonus tokens. Chances are computed here, in float64, from the model's logits.
+    """Of the first token, which no draft concerns, and of those behind it: accepted drafts of every position, replaced
+    ones and bonus tokens. Chances are computed here, in float64, from the model's logits.
     """
-    requests = sampled(drafts, temperature, tokens=drafts + 2)
-    stats = [request.stats for request in requests]
-    assert min(sum(s.correction_tokens for s in stats), sum(s.draft_tokens_accepted for s in stats)) > DRAWS / 20
+    texts = [request.token_ids for request in sampled(0, temperature, drafts + 2)]
+    requests = sampled(drafts, temperature, drafts + 2, texts)
+    assert [request.token_ids for request in requests] == texts, "drafts change nobody's text"
+    reached = [sum(r.stats.evaluated_by_position[j : j + 1] != [] for r in requests) for j in range(drafts)]
+    assert min(reached) > DRAWS / 20, "drafts of every position were verified"
     for position in range(drafts + 2):
-        by_past: dict[tuple[int, ...], Counter[int]] = {}
-        for request in requests:
-            past = tuple(request.token_ids[:position])
-            by_past.setdefault(past, Counter())[request.token_ids[position]] += 1
-        past, counts = max(by_past.items(), key=lambda item: item[1].total())
-        chances = softmax(after([*PROMPT, *past]).logits.tolist(), temperature)
-        if counts.total() < 100:
-            break
-        likely = sorted(range(VOCAB), key=lambda token: -chances[token])[:6]
-        merged = Counter({i: counts[token] for i, token in enumerate(likely)})
-        merged[6] = counts.total() - merged.total()
-        rest = [*(chances[token] for token in likely), 1 - sum(chances[token] for token in likely)]
-        assert p_value(merged, rest) > SIGNIFICANCE, (position, past, merged, rest)
-    assert position >= 2
+        counts = cells(requests, position, temperature)
+        assert p_value(counts, [1 / 9] * 9) > SIGNIFICANCE, (position, counts)
+
+
+def test_the_measure_sees_greedy_verification_of_later_drafts() -> None:
+    """Tokens of position 3 that are the best ones in every second request."""
+    requests = sampled(4, 1.3, 6)
+    assert p_value(cells(requests, 3, 1.3), [1 / 9] * 9) > SIGNIFICANCE
+    for request in requests[::2]:
+        request.token_ids[3] = after([*PROMPT, *request.token_ids[:3]]).next_token
+    assert p_value(cells(requests, 3, 1.3), [1 / 9] * 9) < SIGNIFICANCE
 
 
 def test_the_measure_sees_a_wrong_rule() -> None:
@@ -135,31 +157,46 @@ def test_draws_of_neighbouring_positions_and_seeds_are_independent() -> None:
             for seed in range(0, 200, 2)
             for position in range(0, 40, 2)
         )
-        # 15 degrees of freedom: joined to 8 pairs of cells, 7 of freedom, one more would be odd; so 9 cells.
-        cells = Counter({min(cell // 2, 8): 0 for cell in range(16)})
+        # 16 cells have 15 degrees of freedom, and p_value wants an even number: the last 8 are joined.
+        joined: Counter[int] = Counter()
         for cell, count in counts.items():
-            cells[min(cell, 8)] += count
-        assert p_value(cells, [1 / 16] * 8 + [0.5]) > SIGNIFICANCE
+            joined[min(cell, 8)] += count
+        assert p_value(joined, [1 / 16] * 8 + [0.5]) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (SamplingOptions(-0.1), "--temperature: expected 0 or more, found -0.1"),
-        (SamplingOptions(math.nan), "--temperature: expected 0 or more, found nan"),
-        (SamplingOptions(math.inf), "--temperature: expected 0 or more, found inf"),
-        (SamplingOptions(1.0, top_k=-1), "--top-k: expected 0"),
-        (SamplingOptions(1.0, top_p=0.0), "--top-p: expected above 0, up to 1, found 0.0"),
+        (SamplingOptions(-0.1), "--temperature: expected a number from 0 to 1000000.0, found -0.1"),
+        (SamplingOptions(math.nan), "--temperature: expected a number from 0"),
+        (SamplingOptions(math.inf), "--temperature: expected a number from 0"),
+        (SamplingOptions("0.7"), "--temperature: expected a number from 0 to 1000000.0, found 0.7"),  # type: ignore[arg-type]
+        (SamplingOptions(1.0, top_k=-1), "--top-k: expected a whole number from 0"),
+        (SamplingOptions(1.0, top_k=2.5), "--top-k: expected a whole number from 0 to .* found 2.5"),  # type: ignore[arg-type]
+        (SamplingOptions(1.0, top_p=0.0), "--top-p: expected a number from 1e-09 to 1, found 0.0"),
         (SamplingOptions(1.0, top_p=1.1), "--top-p"),
         (SamplingOptions(1.0, seed=-1), "--seed"),
-        (SamplingOptions(repetition_penalty=0.0), "repetition_penalty: expected above 0"),
-        (SamplingOptions(min_new_tokens=-1), "min_new_tokens: expected 0 or more"),
+        (SamplingOptions(1.0, seed=None), "--seed: expected a whole number from 0 to .* found None"),  # type: ignore[arg-type]
+        (SamplingOptions(repetition_penalty=1e-320), "repetition_penalty: expected a number from 0.01 to 100"),
+        (SamplingOptions(min_new_tokens=-1), "min_new_tokens: expected a whole number from 0"),
     ],
 )
 def test_impossible_options_are_refused_by_name(options: SamplingOptions, message: str) -> None:
     engine = Engine(fake_package(), EngineOptions(num_blocks=8))
     with pytest.raises(Refused, match=message):
         engine.submit([1], 4, 0, sampling=options)
+
+
+def test_the_tiniest_temperature_is_greedy() -> None:
+    """Nothing overflows to a token that is none."""
+    logits = after([1, 2]).logits
+    assert choose(logits, SamplingOptions(1e-310), [], 0, []) == int(logits.argmax())
+
+
+def test_a_minimum_length_that_no_token_can_reach_is_refused() -> None:
+    engine = Engine(fake_package(), EngineOptions(num_blocks=8))
+    with pytest.raises(Refused, match="min_new_tokens: expected a token that is no stop id"):
+        engine.submit([1], 4, 0, range(VOCAB), SamplingOptions(min_new_tokens=2))
 
 
 @pytest.mark.parametrize(
@@ -196,3 +233,5 @@ def test_the_minimum_length_holds_the_stop_ids_back() -> None:
 def test_logits_that_are_no_numbers_are_an_error() -> None:
     with pytest.raises(DraftsmithError, match="not numbers"):
         choose(np.array([0.0, np.nan], np.float32), SamplingOptions(1.0), [], 0, [])
+    with pytest.raises(DraftsmithError, match="not numbers"):
+        choose(np.array([0.0, np.inf], np.float32), SamplingOptions(1.0), [], 0, [])

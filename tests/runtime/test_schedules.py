@@ -158,7 +158,8 @@ class Schedules(RuleBasedStateMachine):
     def propose(self, data: st.DataObject, right: int, wrong: list[int]) -> None:
         request = data.draw(st.sampled_from(self.live))
         known = [*request.prompt, *request.token_ids]
-        request.propose([*plain(known, right), *wrong] if right else wrong)
+        drafts = [*plain(known, right), *wrong] if right else wrong
+        request.propose(drafts[: self.engine.max_draft_tokens])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
