@@ -66,13 +66,14 @@ class Engine:
         limits.check_sizes(options, block_size)
         num_blocks = options.num_blocks or -(-self.package.context_length // block_size)
         head = self.package.mtp if self.max_draft_tokens and options.proposer == "mtp" else None
-        limits.require_memory(
-            self.package,
-            num_blocks * block_size,
-            options.max_batch_size,
-            with_head=head is not None,
-            drafting=self.max_draft_tokens > 0,
-        )
+        if package.target.place.is_host:
+            limits.require_memory(
+                self.package,
+                num_blocks * block_size,
+                options.max_batch_size,
+                with_head=head is not None,
+                drafting=self.max_draft_tokens > 0,
+            )
         self._pool = BlockPool(num_blocks, block_size)
         self.target = TargetModel(self.package, package.target, num_blocks, block_size, options.max_batch_size)
         self.proposer = MtpProposer(head, package.mtp(), num_blocks, block_size) if head else None

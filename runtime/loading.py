@@ -10,7 +10,7 @@ import onnx
 from builder import reader
 from builder.reader import GraphFile, Package
 from runtime import memory
-from runtime.session import ExecutionProvider, Session
+from runtime.session import ExecutionProvider, Session, place_for
 
 PACKED_OPS = {"MatMulBlockQuantizedFp4Weight": 2}
 """Ops whose second input holds more than one weight per element."""
@@ -42,7 +42,8 @@ def load(path: str | Path, ep: ExecutionProvider = "auto", overlay: str | None =
 
 
 def _session(graph: GraphFile, ep: ExecutionProvider) -> Session:
-    memory.require(_load_bytes(graph), f"the weights of {graph.path.name} in float32", "use a larger machine")
+    if place_for(ep).is_host:
+        memory.require(_load_bytes(graph), f"the weights of {graph.path.name} in float32", "use a larger machine")
     return Session(graph, ep)
 
 

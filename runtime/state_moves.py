@@ -6,8 +6,9 @@ place: the same memory is bound as a graph's input and its output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,58 +25,55 @@ Op = Any
 """onnxscript's OpBuilder."""
 Values = Mapping[str, ir.Value]
 Shape = tuple[int | str, ...]
-INDEX: tuple[ir.DataType, Shape] = (INT64, ("M",))
+Input = tuple[ir.DataType, Shape]
+INDEX: Input = (INT64, ("M",))
+
+
+PIECE = 32
+"""Values that one thread moves."""
+
+
+def piece_of(shape: tuple[int, ...]) -> int:
+    """Values of a state of this shape that lie in one piece of its bank."""
+    return math.gcd(shape[-1], PIECE)
 
 
 class StateMoves:
     """Gather, copy and replay for the two kinds of states of a geometry, whose convolutions are of `conv_type`."""
 
     def __init__(self, geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> None:
-        conv: Shape = ("N", *geometry.conv)
-        recurrent: Shape = ("N", *geometry.recurrent)
-        conv_rows: Shape = ("R", *geometry.conv)
-        recurrent_rows: Shape = ("R", *geometry.recurrent)
         self._place = place
-        self._sessions = {
-            "gather_conv": self._load({"bank": (conv_type, conv), "source": INDEX}, _gather),
-            "gather_recurrent": self._load({"bank": (FLOAT, recurrent), "source": INDEX}, _gather),
-            "copy_conv": self._load(
-                {
-                    "bank": (conv_type, conv),
-                    "states": (conv_type, conv_rows),
-                    "row": INDEX,
-                    "target": INDEX,
-                },
-                _copy,
-            ),
-            "copy_recurrent": self._load(
-                {
-                    "bank": (FLOAT, recurrent),
-                    "states": (FLOAT, recurrent_rows),
-                    "row": INDEX,
-                    "target": INDEX,
-                },
-                _copy,
-            ),
+        self._shapes = {"conv": geometry.conv, "recurrent": geometry.recurrent}
+        self._sessions = {}
+        replays = {"conv": _replay_conv, "recurrent": _replay_recurrent}
+        updates = {
+            "conv": (geometry.capacity, geometry.conv[0]),
+            "recurrent": (geometry.capacity * geometry.capsule_width,),
         }
-        if geometry.capacity:
-            moved = {"source": INDEX, "row": INDEX, "kept": INDEX, "target": INDEX}
-            updates: tuple[ir.DataType, Shape] = (conv_type, ("R", geometry.capacity, geometry.conv[0]))
-            capsules: tuple[ir.DataType, Shape] = (FLOAT, ("R", geometry.capacity * geometry.capsule_width))
-            self._sessions["replay_conv"] = self._load(
-                {"bank": (conv_type, conv), "updates": updates, **moved}, lambda op, v: _replay_conv(op, v, geometry)
-            )
-            self._sessions["replay_recurrent"] = self._load(
-                {"bank": (FLOAT, recurrent), "updates": capsules, **moved},
-                lambda op, v: _replay_recurrent(op, v, geometry),
-            )
+        for kind, dtype in (("conv", conv_type), ("recurrent", FLOAT)):
+            shape = self._shapes[kind]
+            bank: Input = (dtype, ("N", *shape))
+            pieces: Input = (dtype, ("P", piece_of(shape)))
+            self._sessions[f"gather_{kind}"] = self._load({"bank": bank, "source": INDEX}, _gather, bank)
+            copied: dict[str, Input] = {
+                "pieces": pieces,
+                "states": (dtype, ("R", *shape)),
+                "row": INDEX,
+                "target": INDEX,
+            }
+            self._sessions[f"copy_{kind}"] = self._load(copied, partial(_copy, shape=shape), pieces)
+            if geometry.capacity:
+                moved: dict[str, Input] = {"bank": bank, "pieces": pieces, "updates": (dtype, ("R", *updates[kind]))}
+                moved |= dict.fromkeys(("source", "row", "kept", "target"), INDEX)
+                self._sessions[f"replay_{kind}"] = self._load(moved, partial(replays[kind], geometry=geometry), pieces)
 
-    def _load(self, inputs: Mapping[str, tuple[ir.DataType, Shape]], build: Callable[[Op, Values], ir.Value]) -> Any:
+    def _load(self, inputs: Mapping[str, Input], build: Callable[[Op, Values], ir.Value], made: Input) -> Any:
+        """made: the type and shape of what `build` gives, its first axis aside."""
         graph = ir.Graph(inputs=[], outputs=[], nodes=[], name="move", opset_imports={"": OPSET})
         builder = GraphBuilder(graph)
         values = {name: builder.input(name, dtype, list(shape)) for name, (dtype, shape) in inputs.items()}
         out = build(builder.op, values)
-        out.name, out.dtype, out.shape = "out", values["bank"].dtype, ir.Shape(["M", *inputs["bank"][1][1:]])
+        out.name, out.dtype, out.shape = "out", made[0], ir.Shape(["M", *made[1][1:]])
         graph.outputs.append(out)
         model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
         return bare_session(model, self._place)
@@ -86,11 +84,17 @@ class StateMoves:
 
     def copy(self, kind: str, bank: DeviceArray, states: DeviceArray, row: Array, target: Array) -> None:
         """bank[target[i]] = states[row[i]]."""
-        self._run(f"copy_{kind}", {"bank": bank, "states": states, "row": row, "target": target}, bank)
+        pieces = self._pieces(kind, bank)
+        self._run(f"copy_{kind}", {"pieces": pieces, "states": states, "row": row, "target": target}, pieces)
 
     def replay(self, kind: str, bank: DeviceArray, updates: DeviceArray, moved: Mapping[str, Array]) -> None:
         """bank[target[i]] = bank[source[i]] after the first kept[i] updates of row[i]; moved names these four."""
-        self._run(f"replay_{kind}", {"bank": bank, "updates": updates, **moved}, bank)
+        pieces = self._pieces(kind, bank)
+        self._run(f"replay_{kind}", {"bank": bank, "pieces": pieces, "updates": updates, **moved}, pieces)
+
+    def _pieces(self, kind: str, bank: DeviceArray) -> DeviceArray:
+        piece = piece_of(self._shapes[kind])
+        return bank.reshape(math.prod(bank.shape) // piece, piece)
 
     def _run(self, name: str, inputs: Mapping[str, Array | DeviceArray], out: DeviceArray) -> None:
         bind_arrays(self._sessions[name], inputs, {"out": out})
@@ -106,12 +110,20 @@ def _gather(op: Op, values: Values) -> ir.Value:
     return op.Gather(values["bank"], values["source"], axis=0)
 
 
-def _put(op: Op, values: Values, states: ir.Value) -> ir.Value:
-    return op.ScatterND(values["bank"], op.Unsqueeze(values["target"], [1]), states)
+def _put(op: Op, values: Values, states: ir.Value, shape: tuple[int, ...]) -> ir.Value:
+    """pieces, but for those of state target[i] of this shape, which become states[i]'s.
+
+    CUDA's ScatterND gives each index to one thread: whole states of megabytes would go through a few dozen threads.
+    """
+    piece = piece_of(shape)
+    count = math.prod(shape) // piece
+    first = op.Mul(values["target"], op.Constant(value=ir.tensor(np.array([count]))))
+    places = op.Add(op.Unsqueeze(first, [1]), op.Constant(value=ir.tensor(np.arange(count)[None])))
+    return op.ScatterND(values["pieces"], op.Reshape(places, [-1, 1]), op.Reshape(states, [-1, piece]))
 
 
-def _copy(op: Op, values: Values) -> ir.Value:
-    return _put(op, values, op.Gather(values["states"], values["row"], axis=0))
+def _copy(op: Op, values: Values, shape: tuple[int, ...]) -> ir.Value:
+    return _put(op, values, op.Gather(values["states"], values["row"], axis=0), shape)
 
 
 def _replay_conv(op: Op, values: Values, geometry: StateGeometry) -> ir.Value:
@@ -120,7 +132,7 @@ def _replay_conv(op: Op, values: Values, geometry: StateGeometry) -> ir.Value:
     appended = op.Transpose(op.Gather(values["updates"], values["row"], axis=0), perm=[0, 2, 1])
     window = op.Constant(value=ir.tensor(np.arange(geometry.conv[1])[None, None]))
     places = op.Expand(op.Add(op.Unsqueeze(values["kept"], [1, 2]), window), op.Shape(past))
-    return _put(op, values, op.GatherElements(op.Concat(past, appended, axis=2), places, axis=2))
+    return _put(op, values, op.GatherElements(op.Concat(past, appended, axis=2), places, axis=2), geometry.conv)
 
 
 def _replay_recurrent(op: Op, values: Values, geometry: StateGeometry) -> ir.Value:
@@ -146,7 +158,8 @@ def _replay_recurrent(op: Op, values: Values, geometry: StateGeometry) -> ir.Val
     weighted = op.Mul(op.Reshape(deltas, [0, capacity, heads, value_dim]), op.Unsqueeze(weights, [3]))
     added = op.MatMul(op.Transpose(weighted, perm=[0, 2, 3, 1]), op.Transpose(keys, perm=[0, 2, 1, 3]))
     before = op.Gather(values["bank"], values["source"], axis=0)
-    return _put(op, values, op.Add(op.Mul(before, op.Reshape(total, [0, heads, 1, 1])), added))
+    state = op.Add(op.Mul(before, op.Reshape(total, [0, heads, 1, 1])), added)
+    return _put(op, values, state, geometry.recurrent)
 
 
 def _weights(op: Op, decays: ir.Value, capacity: int, one: ir.Value) -> tuple[ir.Value, ir.Value]:
