@@ -188,6 +188,7 @@ class Engine:
                 transaction.view,
                 transaction.capture_counts(),
                 with_logits=any(not row.request.sampling.is_greedy for row in rows),
+                capture=not any(row.is_prefill for row in rows),
             )
             self._reach("run")
             verdicts = accept(rows, drafted.tokens, run)

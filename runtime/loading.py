@@ -19,32 +19,36 @@ PACKED_OPS = {"MatMulBlockQuantizedFp4Weight": 2}
 class LoadedPackage:
     """A package with its target loaded; the head's session is made when first asked for."""
 
-    def __init__(self, package: Package, ep: ExecutionProvider) -> None:
+    def __init__(self, package: Package, ep: ExecutionProvider, *, cuda_graph: bool = False) -> None:
         self.package = package
         self.ep = ep
-        self.target = _session(package.target, ep)
+        self.cuda_graph = cuda_graph
+        self.target = _session(package.target, ep, cuda_graph)
         self._mtp: Session | None = None
 
     def mtp(self) -> Session:
         if self._mtp is None:
             if self.package.mtp is None:
                 raise AssertionError("the package has no MTP head")
-            self._mtp = _session(self.package.mtp, self.ep)
+            self._mtp = _session(self.package.mtp, self.ep, self.cuda_graph)
         return self._mtp
 
 
-def load(path: str | Path, ep: ExecutionProvider = "auto", overlay: str | None = None) -> LoadedPackage:
-    """overlay: the name of one of the package's own changes of configuration.
+def load(
+    path: str | Path, ep: ExecutionProvider = "auto", overlay: str | None = None, *, cuda_graph: bool = False
+) -> LoadedPackage:
+    """overlay: the name of one of the package's own changes of configuration. cuda_graph: record decode and verify
+    steps on a GPU and replay them; without meaning on a CPU.
 
     Raises Refused for a package that contradicts itself, MachineError where this machine cannot run it.
     """
-    return LoadedPackage(reader.read(path, overlay), ep)
+    return LoadedPackage(reader.read(path, overlay), ep, cuda_graph=cuda_graph)
 
 
-def _session(graph: GraphFile, ep: ExecutionProvider) -> Session:
+def _session(graph: GraphFile, ep: ExecutionProvider, cuda_graph: bool) -> Session:
     if place_for(ep).is_host:
         memory.require(_load_bytes(graph), f"the weights of {graph.path.name} in float32", "use a larger machine")
-    return Session(graph, ep)
+    return Session(graph, ep, cuda_graph=cuda_graph)
 
 
 def _load_bytes(graph: GraphFile) -> int:

@@ -45,6 +45,7 @@ class PackedBatch:
 
     def __init__(self, shape: BatchShape) -> None:
         self.shape = shape
+        self._by_shape = False
         self.arrays: dict[str, Array] = {
             contract.INPUT_IDS: np.zeros(shape.num_tokens, np.int64),
             contract.POSITION_IDS: np.zeros((3, shape.num_tokens), np.int64),
@@ -54,8 +55,12 @@ class PackedBatch:
             contract.ATTENTION_METADATA: np.zeros(3, np.int32),
         }
 
-    def fill(self, segments: Sequence[Segment]) -> None:
-        """segments must have this batch's shape."""
+    def fill(self, segments: Sequence[Segment], block_size: int | None = None) -> None:
+        """segments must have this batch's shape.
+
+        block_size: given where the longest query and context are to be those of the shape instead of the segments': a
+        recorded run keeps what it was told of them.
+        """
         ids, positions = self.arrays[contract.INPUT_IDS], self.arrays[contract.POSITION_IDS]
         table, bounds = self.arrays[contract.BLOCK_TABLE], self.arrays[contract.CUMULATIVE_LENGTHS]
         past = self.arrays[contract.PAST_LENGTHS]
@@ -71,6 +76,10 @@ class PackedBatch:
             past[row] = segment.past_length
             longest_query, longest_context = max(longest_query, length), max(longest_context, context)
             start = end
+        self._by_shape = block_size is not None
+        if block_size is not None:
+            longest_query = self.shape.num_tokens - self.shape.batch_size + 1
+            longest_context = self.shape.num_columns * block_size
         self.arrays[contract.ATTENTION_METADATA][:] = (longest_query, longest_context, longest_context)
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -78,4 +87,5 @@ class PackedBatch:
         self.arrays[contract.INPUT_IDS][:] = token_ids
         self.arrays[contract.POSITION_IDS] += 1
         self.arrays[contract.PAST_LENGTHS] += 1
-        self.arrays[contract.ATTENTION_METADATA][1:] += 1
+        if not self._by_shape:
+            self.arrays[contract.ATTENTION_METADATA][1:] += 1

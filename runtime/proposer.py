@@ -23,6 +23,9 @@ from runtime.request import Request, table_of
 from runtime.scheduler import RowPlan
 from runtime.session import Session
 
+MAX_CAPTURED_ROWS = 8
+"""Rows of a request that a recorded run of the head may have: more come from prompts, whose shapes never repeat."""
+
 
 @dataclass(frozen=True)
 class HeadRows:
@@ -53,6 +56,7 @@ class MtpProposer:
         self._io = graph.io
         self._session = session
         self._place = session.place
+        self._block_size = block_size
         self._cache = PagedCache(graph.io, (0,), num_blocks, block_size, session.place)
         self._runs = PreparedRuns()
         self.on_run: RunObserver | None = None
@@ -61,7 +65,7 @@ class MtpProposer:
         """Feeds each request's tokens [n] with hidden states [n, hidden]; what it gives is valid until the next run."""
         shape = shape_of(segments)
         prepared = self._runs.get((shape, self.on_run is not None), lambda: self._prepare(shape))
-        prepared.batch.fill(segments)
+        prepared.batch.fill(segments, self._block_size if self._captures(shape) else None)
         np.concatenate(hidden, out=prepared.extra[contract.HIDDEN_STATES])
         return self._launch(prepared, segments)
 
@@ -97,8 +101,14 @@ class MtpProposer:
                 contract.HEAD_HIDDEN_STATES: hidden,
                 **self._cache.outputs,
             },
+            capture=self._captures(shape),
         )
         return Prepared(batch, extra, logits, hidden, bound, token_ids)
+
+    def _captures(self, shape: BatchShape) -> bool:
+        """Whether to record runs of a shape: those that come again at every step."""
+        again = shape.num_tokens <= MAX_CAPTURED_ROWS * shape.batch_size
+        return again and self._session.records and self.on_run is None
 
     def follow(self, requests: Sequence[Request]) -> HeadWork:
         """Feeds rows of prompts whose next token is known already; the last row of a prompt is held for stage 0."""

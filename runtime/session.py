@@ -65,9 +65,15 @@ class Session:
         ep: ExecutionProvider = "auto",
         edit: Edit | None = None,
         place: Place | None = None,
+        *,
+        cuda_graph: bool = False,
     ) -> None:
-        """edit: a change to the graph, in memory. place: instead of the one that `ep` means."""
+        """edit: a change to the graph, in memory. place: instead of the one that `ep` means. cuda_graph: runs that are
+        bound for capture are recorded once and replayed.
+        """
         self.place = place or place_for(ep)
+        self.records = cuda_graph and self.place.device == "cuda"
+        self._recorded = 0
         if not str(graph.path).isascii() and "\udc80" <= max(str(graph.path)) <= "\udcff":
             raise Refused(graph.path, expected="a path in UTF-8", found="other bytes", remedy="rename the folder")
         self.io = graph.io
@@ -81,7 +87,7 @@ class Session:
         edits = [*([edit] if edit else []), *([] if self.place.is_host else [add_token_ids])]
         model = lower(graph.path, has_cpu_kernel, edits) if self.place.device == "cpu" else edited(graph.path, edits)
         try:
-            self._session = ort.InferenceSession(model, options, providers=_providers(self.place))
+            self._session = ort.InferenceSession(model, options, providers=_providers(self.place, self.records))
         except ORT_ERRORS as error:
             raise MachineError(
                 f"{graph.path}: ONNX Runtime {ort.__version__} cannot load it: {one_line(error)}"
@@ -90,21 +96,42 @@ class Session:
         if self.place.device == "cuda" and CUDA_PROVIDER not in self._session.get_providers():
             raise MachineError("--ep cuda: no usable GPU was found; use --ep cpu")
 
-    def bind(self, inputs: Mapping[str, Array | DeviceArray], outputs: Mapping[str, Array | DeviceArray]) -> BoundRun:
+    def bind(
+        self,
+        inputs: Mapping[str, Array | DeviceArray],
+        outputs: Mapping[str, Array | DeviceArray],
+        *,
+        capture: bool = False,
+    ) -> BoundRun:
         """Every array must be C-contiguous; an array may be both input and output, which updates it in place.
 
-        NumPy arrays may be changed between runs; on a GPU they are copied there by every run.
+        NumPy arrays may be changed between runs; where the session wants them on a device, each run copies them to and
+        from memory there. capture: record the run the first time, as far as the session still may.
         """
-        binding = self._session.io_binding()
-        changing = {}
+        run = BoundRun(self._session, (inputs, outputs))
+        wanted = {} if self.place.is_host else self._input_devices()
         for name, array in inputs.items():
-            if isinstance(array, DeviceArray) or self.place.is_host:
-                _bind(binding.bind_input, name, array)
-            else:
-                changing[name] = array
+            run.bind_input(name, array, wanted.get(name, "cpu"))
         for name, array in outputs.items():
-            _bind(binding.bind_output, name, array)
-        return BoundRun(self._session, binding, changing, (inputs, outputs))
+            run.bind_output(name, array, "cpu" if self.place.is_host else self.place.device)
+        if self.records:
+            record = capture and self._recorded < MAX_RECORDED
+            self._recorded += record
+            run.graph_id = self._recorded if record else -1
+        return run
+
+    def _input_devices(self) -> dict[str, str]:
+        """Where the session wants each input: some kernels read one on the host."""
+        infos = self._session.get_input_memory_infos()
+        names = (entry.name for entry in self._session.get_inputs())
+        return {
+            name: "cpu" if "cpu" in str(info.name).lower() else self.place.device
+            for name, info in zip(names, infos, strict=True)
+        }
+
+
+MAX_RECORDED = 48
+"""Recorded runs of a session; each keeps memory of its own, and later shapes are run without."""
 
 
 def _bind(bind: Callable[..., None], name: str, array: Array | DeviceArray) -> None:
@@ -125,9 +152,12 @@ def bare_session(model: bytes, place: Place) -> ort.InferenceSession:
     return ort.InferenceSession(model, options, providers=_providers(place))
 
 
-def _providers(place: Place) -> list[Any]:
+def _providers(place: Place, cuda_graph: bool = False) -> list[Any]:
     """TF32 would round the inputs of float32 products to 10 bits."""
-    return [CPU_PROVIDER] if place.device == "cpu" else [(CUDA_PROVIDER, {"use_tf32": "0"}), CPU_PROVIDER]
+    if place.device == "cpu":
+        return [CPU_PROVIDER]
+    options = {"use_tf32": "0", **({"enable_cuda_graph": "1"} if cuda_graph else {})}
+    return [(CUDA_PROVIDER, options), CPU_PROVIDER]
 
 
 def bind_arrays(
@@ -145,25 +175,56 @@ def bind_arrays(
 class BoundRun:
     """One prepared run; it keeps its arrays alive because the runtime only holds their addresses.
 
-    changing: inputs that binding copies to the device, so they are bound anew for every run.
+    graph_id: number of the recorded run, -1 for none of them; 0 where the session records nothing.
     """
 
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        binding: ort.IOBinding,
-        changing: Mapping[str, Array],
-        arrays: tuple[Any, ...],
-    ) -> None:
+    def __init__(self, session: ort.InferenceSession, arrays: tuple[Any, Any]) -> None:
         self._session = session
-        self._binding = binding
-        self._changing = changing
+        self._binding = session.io_binding()
         self._arrays = arrays
+        self._uploads: list[tuple[Array, ort.OrtValue]] = []
+        self._anew: dict[str, Array] = {}
+        self._downloads: list[tuple[Array, ort.OrtValue]] = []
+        self.graph_id = 0
+
+    def bind_input(self, name: str, array: Array | DeviceArray, device: str) -> None:
+        if isinstance(array, DeviceArray) or device == "cpu":
+            _bind(self._binding.bind_input, name, array)
+        elif element_type(array.dtype) is array.dtype.type:
+            value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device, 0)
+            self._binding.bind_ortvalue_input(name, value)
+            self._uploads.append((array, value))
+        else:  # a type that NumPy does not know cannot be copied by itself, but binding copies it
+            self._anew[name] = array
+
+    def bind_output(self, name: str, array: Array | DeviceArray, device: str) -> None:
+        if isinstance(array, DeviceArray) or device == "cpu" or element_type(array.dtype) is not array.dtype.type:
+            _bind(self._binding.bind_output, name, array)
+            return
+        value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device, 0)
+        self._binding.bind_ortvalue_output(name, value)
+        self._downloads.append((array, value))
 
     def run(self) -> None:
         try:
-            for name, array in self._changing.items():
-                _bind(self._binding.bind_input, name, array)
-            self._session.run_with_iobinding(self._binding)
+            self._upload()
+            if self.graph_id:
+                options = ort.RunOptions()
+                options.add_run_config_entry("gpu_graph_id", str(self.graph_id))
+                self._session.run_with_iobinding(self._binding, options)
+            else:
+                self._session.run_with_iobinding(self._binding)
+            for array, value in self._downloads:
+                array[...] = value.numpy()
         except ORT_ERRORS as error:
             raise MachineError(f"ONNX Runtime failed in the middle of a run: {one_line(error)}") from error
+
+    def _upload(self) -> None:
+        for name, array in self._anew.items():
+            _bind(self._binding.bind_input, name, array)
+        for array, value in self._uploads:
+            value.update_inplace(array)
+        if self._uploads:
+            # A copy from pageable memory may return before it has arrived, and the session's stream does not wait for
+            # the stream of these copies; reading back does.
+            min(self._uploads, key=lambda upload: upload[0].nbytes)[1].numpy()

@@ -25,6 +25,7 @@ class Fetch(NamedTuple):
 
     logits: bool
     checkpoints: bool
+    capture: bool
 
 
 class TargetModel:
@@ -34,6 +35,7 @@ class TargetModel:
         self.package = package
         self._session = session
         self._place = session.place
+        self._block_size = block_size
         self._cache = PagedCache(package.target.io, package.full_layers, num_blocks, block_size, session.place)
         self._runs = PreparedRuns()
         self.on_run: RunObserver | None = None
@@ -46,15 +48,20 @@ class TargetModel:
         capture_counts: Sequence[int],
         *,
         with_logits: bool = True,
+        capture: bool = False,
     ) -> Prepared:
-        """What the run gives, valid until the next run of the same shape. with_logits: also where it chooses itself."""
+        """What the run gives, valid until the next run of the same shape. with_logits: also where it chooses itself.
+
+        capture: the shape will come again, so the run may be recorded where the session records.
+        """
         shape = shape_of(segments)
         fetch = Fetch(
             logits=with_logits or self._place.is_host or self.on_run is not None,
             checkpoints=self.package.checkpoints > 0 and self._place.is_host and any(capture_counts),
+            capture=capture and self._session.records and self.on_run is None and not with_logits,
         )
         prepared = self._runs.get((shape, view.key if view else None, fetch), lambda: self._prepare(shape, view, fetch))
-        prepared.batch.fill(segments)
+        prepared.batch.fill(segments, self._block_size if fetch.capture else None)
         if self.package.capacity:
             prepared.extra[contract.CAPTURE_COUNT][:] = capture_counts
             prepared.extra[contract.CAPTURE_ACTIVE][0] = any(capture_counts)
@@ -84,6 +91,7 @@ class TargetModel:
                 **states_out,
                 **checkpoints,
             },
+            capture=fetch.capture,
         )
         return Prepared(batch, extra, logits, hidden, bound, token_ids)
 

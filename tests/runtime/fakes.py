@@ -113,8 +113,9 @@ class FakeTarget:
 
     repeats: int = 1
     place = HOST
+    records = False
 
-    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> _Run:
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], *, capture: bool = False) -> _Run:
         return _Run(self, inputs, outputs)
 
     def compute(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
@@ -179,8 +180,9 @@ class FakeHead:
     repeats: int = 1
     mismatches: int = 0
     place = HOST
+    records = False
 
-    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> _Run:
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], *, capture: bool = False) -> _Run:
         return _Run(self, inputs, outputs)
 
     def compute(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
