@@ -33,10 +33,7 @@ class Verdict:
 
 def accept(rows: Sequence[RowPlan], drafts: Mapping[Request, Sequence[int]], run: Prepared) -> list[Verdict]:
     """run: what the target gave for the packed rows. The last 1 + D of a request that samples choose its tokens."""
-    ends = accumulate(row.length for row in rows)
-    wanted = [
-        range(end - 1 - row.num_drafts, end) if row.samples else range(0) for row, end in zip(rows, ends, strict=True)
-    ]
+    wanted = scored_rows(rows)
     best = _greedily(rows, wanted, run)
     verdicts = []
     for row, indices in zip(rows, wanted, strict=True):
@@ -44,9 +41,17 @@ def accept(rows: Sequence[RowPlan], drafts: Mapping[Request, Sequence[int]], run
         if not row.samples:
             verdicts.append(Verdict(proposed, (), row.num_tokens, 0, None))
             continue
-        chosen = best.get(row.request) or _by_options(row.request, proposed, run.logits[indices])
+        chosen = best.get(row.request) or _by_options(row.request, proposed, run.scores(indices))
         verdicts.append(_verdict(row, proposed, verified(proposed, chosen)))
     return verdicts
+
+
+def scored_rows(rows: Sequence[RowPlan]) -> list[range]:
+    """Packed rows of each request that choose a token: the last of its known tokens and every draft."""
+    ends = accumulate(row.length for row in rows)
+    return [
+        range(end - 1 - row.num_drafts, end) if row.samples else range(0) for row, end in zip(rows, ends, strict=True)
+    ]
 
 
 def _greedily(rows: Sequence[RowPlan], wanted: Sequence[range], run: Prepared) -> dict[Request, list[int]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from builder.errors import DraftsmithError, Refused
 from builder.reader import Package
 from runtime import limits, ngram
-from runtime.acceptance import Verdict, accept
+from runtime.acceptance import Verdict, accept, scored_rows
 from runtime.blocks import BlockPool
 from runtime.failures import Boundary, Watch
 from runtime.limits import EngineOptions
@@ -79,7 +79,9 @@ class Engine:
         self.proposer = MtpProposer(head, package.mtp(), num_blocks, block_size) if head else None
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._max_tokens = limits.step_tokens(self.package, options.max_scheduled_tokens)
+        self._max_tokens = options.max_scheduled_tokens
+        if package.target.place.is_host:
+            self._max_tokens = limits.step_tokens(self.package, options.max_scheduled_tokens)
         self._watch = watch
         self._step_number = -1
         self._stepping = False
@@ -187,6 +189,7 @@ class Engine:
                 transaction.segments(drafted.tokens),
                 transaction.view,
                 transaction.capture_counts(),
+                scored=[index for indices in scored_rows(rows) for index in indices],
                 with_logits=any(not row.request.sampling.is_greedy for row in rows),
                 capture=not any(row.is_prefill for row in rows),
             )

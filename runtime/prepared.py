@@ -23,10 +23,26 @@ RunObserver = Callable[[Sequence[Segment], tuple[Array, Array]], None]
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Packed rows [R], in order, that get logits in a run, and the best token of each."""
+
+    rows: Array
+    token_ids: Array
+
+    @classmethod
+    def of(cls, num_scored: int) -> Choice:
+        return cls(np.zeros(num_scored, np.int64), np.zeros(num_scored, np.int64))
+
+    def places(self, rows: Sequence[int]) -> Array:
+        """Where these packed rows stand among the scored ones."""
+        return np.searchsorted(self.rows, rows)
+
+
+@dataclass(frozen=True)
 class Prepared:
     """batch holds the packed inputs, extra the graph's other inputs; logits [T, vocab], hidden [T, hidden].
 
-    token_ids [T]: where the graph chooses itself; the logits are then fetched only by runs that were prepared so.
+    choice: where the graph chooses itself; logits are then of its rows alone, and fetched only by runs prepared so.
     """
 
     batch: PackedBatch
@@ -34,14 +50,18 @@ class Prepared:
     logits: Array
     hidden: Array
     bound: BoundRun
-    token_ids: Array | None = None
+    choice: Choice | None = None
 
     def best(self, rows: Sequence[int]) -> list[int]:
         """The best token of each of these rows."""
-        if self.token_ids is not None:
-            chosen: list[int] = self.token_ids[rows].tolist()
+        if self.choice is not None:
+            chosen: list[int] = self.choice.token_ids[self.choice.places(rows)].tolist()
             return chosen
         return greedy(self.logits if len(rows) == len(self.logits) else self.logits[rows])
+
+    def scores(self, rows: Sequence[int]) -> Array:
+        """Logits of these rows."""
+        return self.logits[rows if self.choice is None else self.choice.places(rows)]
 
 
 class PreparedRuns:

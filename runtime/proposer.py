@@ -15,10 +15,10 @@ import numpy as np
 
 from builder import contract
 from builder.reader import GraphFile
-from runtime.lowering.choosing import TOKEN_IDS
+from runtime.lowering.choosing import SCORED_ROWS, TOKEN_IDS
 from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
 from runtime.paged_cache import PagedCache
-from runtime.prepared import Prepared, PreparedRuns, RunObserver, row_output
+from runtime.prepared import Choice, Prepared, PreparedRuns, RunObserver, row_output
 from runtime.request import Request, table_of
 from runtime.scheduler import RowPlan
 from runtime.session import Session
@@ -61,10 +61,20 @@ class MtpProposer:
         self._runs = PreparedRuns()
         self.on_run: RunObserver | None = None
 
-    def run(self, segments: Sequence[Segment], hidden: Sequence[Array]) -> Prepared:
-        """Feeds each request's tokens [n] with hidden states [n, hidden]; what it gives is valid until the next run."""
+    def run(
+        self, segments: Sequence[Segment], hidden: Sequence[Array], scored: Sequence[int] | None = None
+    ) -> Prepared:
+        """Feeds each request's tokens [n] with hidden states [n, hidden]; what it gives is valid until the next run.
+
+        scored: packed rows that draft a token, None for all; heeded where the graph chooses.
+        """
         shape = shape_of(segments)
-        prepared = self._runs.get((shape, self.on_run is not None), lambda: self._prepare(shape))
+        if scored is None or self.on_run:
+            scored = range(shape.num_tokens)
+        key = (shape, len(scored), self.on_run is not None)
+        prepared = self._runs.get(key, lambda: self._prepare(shape, max(1, len(scored))))
+        if prepared.choice and scored:
+            prepared.choice.rows[:] = scored
         prepared.batch.fill(segments, self._block_size if self._captures(shape) else None)
         np.concatenate(hidden, out=prepared.extra[contract.HIDDEN_STATES])
         return self._launch(prepared, segments)
@@ -81,7 +91,7 @@ class MtpProposer:
             self.on_run(segments, (prepared.logits, prepared.hidden))
         return prepared
 
-    def _prepare(self, shape: BatchShape) -> Prepared:
+    def _prepare(self, shape: BatchShape, num_scored: int) -> Prepared:
         batch, io = PackedBatch(shape), self._io
         width = int(io.input(contract.HIDDEN_STATES).shape[1])
         extra = {
@@ -90,20 +100,21 @@ class MtpProposer:
             )
         }
         with_logits = self._place.is_host or self.on_run is not None
-        logits = row_output(io, contract.LOGITS, shape.num_tokens if with_logits else 0, self._place)
+        choice = None if self._place.is_host else Choice.of(num_scored)
+        num_rows = num_scored if choice else shape.num_tokens
+        logits = row_output(io, contract.LOGITS, num_rows if with_logits else 0, self._place)
         hidden = row_output(io, contract.HEAD_HIDDEN_STATES, shape.num_tokens, self._place)
-        token_ids = None if self._place.is_host else np.empty(shape.num_tokens, np.int64)
         bound = self._session.bind(
-            {**batch.arrays, **extra, **self._cache.inputs},
+            {**batch.arrays, **extra, **({SCORED_ROWS: choice.rows} if choice else {}), **self._cache.inputs},
             {
                 **({contract.LOGITS: logits} if with_logits else {}),
-                **({} if token_ids is None else {TOKEN_IDS: token_ids}),
+                **({TOKEN_IDS: choice.token_ids} if choice else {}),
                 contract.HEAD_HIDDEN_STATES: hidden,
                 **self._cache.outputs,
             },
             capture=self._captures(shape),
         )
-        return Prepared(batch, extra, logits, hidden, bound, token_ids)
+        return Prepared(batch, extra, logits, hidden, bound, choice)
 
     def _captures(self, shape: BatchShape) -> bool:
         """Whether to record runs of a shape: those that come again at every step."""
@@ -116,11 +127,11 @@ class MtpProposer:
         rows = [unread_rows(request, limit) for request, limit in fed if request.unread_hidden and limit > 0]
         if not rows:
             return HeadWork({}, ())
-        self._feed(rows)
+        self._feed(rows, ())
         return HeadWork({}, (tuple(row.request for row in rows),))
 
-    def _feed(self, rows: Sequence[HeadRows]) -> Prepared:
-        prepared = self.run([row.segment for row in rows], [row.hidden for row in rows])
+    def _feed(self, rows: Sequence[HeadRows], scored: Sequence[int]) -> Prepared:
+        prepared = self.run([row.segment for row in rows], [row.hidden for row in rows], scored)
         for row in rows:
             row.request.mark_read(len(row.token_ids))
         return prepared
@@ -130,9 +141,9 @@ class MtpProposer:
         rows = [unread_rows(plan.request) for plan in plans if plan.request.unread_hidden]
         if not rows:
             return HeadWork({}, ())
-        run = self._feed(rows)
-        runs = [tuple(row.request for row in rows)]
         last = [end - 1 for end in accumulate(len(row.token_ids) for row in rows)]
+        run = self._feed(rows, last)
+        runs = [tuple(row.request for row in rows)]
         chosen, hidden = run.best(last), run.hidden[last]
         wanted = {plan.request: plan.num_drafts for plan in plans if plan.num_drafts}
         drafts = {row.request: [token] for row, token in zip(rows, chosen, strict=True) if row.request in wanted}

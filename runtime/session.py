@@ -12,7 +12,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 from builder.errors import MachineError, Refused, one_line
 from builder.reader import GraphFile
 from runtime.lowering import Edit, edited, lower
-from runtime.lowering.choosing import add_token_ids
+from runtime.lowering.choosing import choose_tokens
 from runtime.place import GPU, HOST, Array, DeviceArray, Place, element_type
 
 ExecutionProvider = Literal["auto", "cpu", "cuda"]
@@ -84,7 +84,7 @@ class Session:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(graph.path.parent.absolute())
         )
-        edits = [*([edit] if edit else []), *([] if self.place.is_host else [add_token_ids])]
+        edits = [*([edit] if edit else []), *([] if self.place.is_host else [choose_tokens])]
         model = lower(graph.path, has_cpu_kernel, edits) if self.place.device == "cpu" else edited(graph.path, edits)
         try:
             self._session = ort.InferenceSession(model, options, providers=_providers(self.place, self.records))

@@ -12,19 +12,20 @@ from builder import contract
 from builder.reader import Package
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
-from runtime.lowering.choosing import TOKEN_IDS
+from runtime.lowering.choosing import SCORED_ROWS, TOKEN_IDS
 from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
 from runtime.paged_cache import PagedCache
 from runtime.place import Place
-from runtime.prepared import Prepared, PreparedRuns, RunObserver, row_output
+from runtime.prepared import Choice, Prepared, PreparedRuns, RunObserver, row_output
 from runtime.session import Session
 
 
 class Fetch(NamedTuple):
-    """Outputs that only some runs need. checkpoints: on steps that draft, because on others the graph makes none."""
+    """What only some runs need. checkpoints: on steps that draft, because on others the graph makes none."""
 
     logits: bool
     checkpoints: bool
+    num_scored: int
     capture: bool
 
 
@@ -47,21 +48,29 @@ class TargetModel:
         view: StateView | None,
         capture_counts: Sequence[int],
         *,
+        scored: Sequence[int] | None = None,
         with_logits: bool = True,
         capture: bool = False,
     ) -> Prepared:
-        """What the run gives, valid until the next run of the same shape. with_logits: also where it chooses itself.
+        """What the run gives, valid until the next run of the same shape.
 
-        capture: the shape will come again, so the run may be recorded where the session records.
+        scored: packed rows that choose a token, None for all; with_logits: they are looked at, too. Both are heeded
+        where the graph chooses, else all logits are there. capture: the shape will come again, so the run may be
+        recorded where the session records.
         """
         shape = shape_of(segments)
+        if scored is None or self.on_run:
+            scored = range(shape.num_tokens)
         fetch = Fetch(
             logits=with_logits or self._place.is_host or self.on_run is not None,
             checkpoints=self.package.checkpoints > 0 and self._place.is_host and any(capture_counts),
+            num_scored=max(1, len(scored)),
             capture=capture and self._session.records and self.on_run is None and not with_logits,
         )
         prepared = self._runs.get((shape, view.key if view else None, fetch), lambda: self._prepare(shape, view, fetch))
         prepared.batch.fill(segments, self._block_size if fetch.capture else None)
+        if prepared.choice and scored:
+            prepared.choice.rows[:] = scored
         if self.package.capacity:
             prepared.extra[contract.CAPTURE_COUNT][:] = capture_counts
             prepared.extra[contract.CAPTURE_ACTIVE][0] = any(capture_counts)
@@ -76,16 +85,23 @@ class TargetModel:
         if self.package.capacity:
             extra[contract.CAPTURE_COUNT] = np.zeros(shape.batch_size, np.int32)
             extra[contract.CAPTURE_ACTIVE] = np.zeros(1, np.int32)
-        logits = row_output(io, contract.LOGITS, shape.num_tokens if fetch.logits else 0, self._place)
+        choice = None if self._place.is_host else Choice.of(fetch.num_scored)
+        num_rows = fetch.num_scored if choice else shape.num_tokens
+        logits = row_output(io, contract.LOGITS, num_rows if fetch.logits else 0, self._place)
         hidden = row_output(io, contract.HIDDEN_STATES, shape.num_tokens, self._place)
-        token_ids = None if self._place.is_host else np.empty(shape.num_tokens, np.int64)
         states_in, states_out = (view.inputs, view.outputs) if view else ({}, {})
         checkpoints = self.states.checkpoints(view) if self.states and view and fetch.checkpoints else {}
         bound = self._session.bind(
-            {**batch.arrays, **extra, **self._cache.inputs, **states_in},
+            {
+                **batch.arrays,
+                **extra,
+                **({SCORED_ROWS: choice.rows} if choice else {}),
+                **self._cache.inputs,
+                **states_in,
+            },
             {
                 **({contract.LOGITS: logits} if fetch.logits else {}),
-                **({} if token_ids is None else {TOKEN_IDS: token_ids}),
+                **({TOKEN_IDS: choice.token_ids} if choice else {}),
                 contract.HIDDEN_STATES: hidden,
                 **self._cache.outputs,
                 **states_out,
@@ -93,7 +109,7 @@ class TargetModel:
             },
             capture=fetch.capture,
         )
-        return Prepared(batch, extra, logits, hidden, bound, token_ids)
+        return Prepared(batch, extra, logits, hidden, bound, choice)
 
 
 def _states(package: Package, num_slots: int, place: Place) -> FixedStates | None:

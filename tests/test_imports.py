@@ -45,7 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # Who may import a library that is heavy, optional or another project's. Nobody else does.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "onnxruntime": ("runtime", "tests"),
-    "onnxruntime_genai": ("tests",),
+    "onnxruntime_genai": ("tests", "benchmarks"),
     "torch": ("tests.reference", "fixtures.trained", "fixtures.modelopt", "benchmarks"),
     "compressed_tensors": ("tests.reference", "fixtures.trained"),
     "transformers": ("runtime.text", "tests.reference", "fixtures.trained", "fixtures.modelopt"),

@@ -1,4 +1,4 @@
-"""Choosing in the graph: the best token of every row as an output, so that logits need not leave a GPU."""
+"""Choosing in the graph, so that logits need not leave a GPU, and are made for the rows alone that choose a token."""
 
 from __future__ import annotations
 
@@ -8,22 +8,40 @@ import onnx_ir as ir
 from builder import contract
 
 TOKEN_IDS = "token_ids"
-"""int64 [num_tokens]: the best token of each row of logits, the lowest id of a tie."""
+"""int64 [num_scored]: the best token of each scored row, the lowest id of a tie."""
+SCORED_ROWS = "scored_rows"
+"""int64 [num_scored]: packed rows that get logits."""
 
 
-def add_token_ids(model: ir.Model) -> None:
-    """Adds the output TOKEN_IDS. The logits stay an output, which costs nothing while nobody fetches it.
+def choose_tokens(model: ir.Model) -> None:
+    """Adds the input SCORED_ROWS in front of the LM head, and the output TOKEN_IDS behind it.
 
-    By TopK, because CUDA has no ArgMax of this opset, and a node on the CPU would copy the logits there.
+    Logits are then [num_scored, vocab]; they stay an output, which costs nothing while nobody fetches it. Chosen by
+    TopK, because CUDA has no ArgMax of this opset, and a node on the CPU would copy the logits there.
     """
     graph = model.graph
-    logits = next(value for value in graph.outputs if value.name == contract.LOGITS)
-    one = ir.tensor(np.array([1]), name="choose/one")
-    chosen = ir.Value(name=TOKEN_IDS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["num_tokens"]))
-    count = ir.node("Constant", [], {"value": one}, name="choose/count")
+    outputs = {value.name: value for value in graph.outputs}
+    hidden = outputs.get(contract.HEAD_HIDDEN_STATES) or outputs[contract.HIDDEN_STATES]
+    rows = ir.Value(name=SCORED_ROWS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["num_scored"]))
+    graph.inputs.append(rows)
+    heads = list(hidden.uses())
+    picked = ir.Value(name="choose/picked", type=hidden.type)
+    pick = ir.node("Gather", [hidden, rows], {"axis": 0}, outputs=[picked], name="choose/rows")
+    graph.insert_before(heads[0].node, pick)
+    for head in heads:
+        head.node.replace_input_with(head.idx, picked)
+    _add_best(graph, outputs[contract.LOGITS])
+
+
+def _add_best(graph: ir.Graph, logits: ir.Value) -> None:
+    logits.shape = ir.Shape(["num_scored", *logits.shape[1:]]) if logits.shape else None
+    chosen = ir.Value(name=TOKEN_IDS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["num_scored"]))
+    count, flat = (
+        ir.node("Constant", [], {"value": ir.tensor(np.array([value]), name=name)}, name=name)
+        for name, value in (("choose/one", 1), ("choose/flat", -1))
+    )
     best = ir.node("TopK", [logits, count.outputs[0]], num_outputs=2, name="choose/best")
-    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([-1]), name="choose/flat")}, name="choose/shape")
-    flat = ir.node("Reshape", [best.outputs[1], shape.outputs[0]], outputs=[chosen], name="choose")
-    for node in (count, best, shape, flat):
+    ids = ir.node("Reshape", [best.outputs[1], flat.outputs[0]], outputs=[chosen], name="choose")
+    for node in (count, flat, best, ids):
         graph.append(node)
     graph.outputs.append(chosen)

@@ -234,5 +234,7 @@ def test_logits_are_fetched_where_somebody_needs_them(addressed: LoadedPackage, 
     while engine.has_work:
         engine.step()
     assert all(not run.logits.size for run in engine.target._runs._kept.values())
+    scored = {len(run.choice.rows) for run in engine.target._runs._kept.values() if run.choice}
+    assert scored <= {1, 2, 3, 4}, "a prompt has logits for its last row alone"
     arrays = dump(addressed, prompts[1], 3, EngineOptions(num_blocks=4, max_batch_size=1))
     assert arrays["logits"].shape == (len(prompts[1]), addressed.package.vocab_size)

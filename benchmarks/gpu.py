@@ -1,0 +1,191 @@
+"""A package on a GPU: our runtime and onnxruntime-genai's Engine on the same package in one run, beside the floor.
+
+Medians over repeats: milliseconds of a plain step and of a round of K drafts at several batch sizes, and tokens/s of a
+prompt. The floor of a plain step is the bytes of the target's weights at the measured bandwidth of a copy. Without
+--package a sparse look-alike of 27B is made and exported: its weights are zero, so it accepts every draft, and a round
+of it costs what any round costs; how many tokens a round is worth is to be taken from a trained model.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+import builder
+import runtime
+from benchmarks.bandwidth import copy_bandwidth
+from fixtures import lookalike
+
+PLAIN = json.dumps({"model": {"mtp": {"enabled": False}}})
+
+
+@click.command()
+@click.option("--package", type=click.Path(path_type=Path), help="A package; a look-alike of 27B without.")
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--steps", default=24, show_default=True, help="Steps timed in each repeat.")
+@click.option("--draft-tokens", default=3, show_default=True)
+@click.option("--batches", default="1,4,16", show_default=True)
+@click.option("--prefill", default="2048,8192", show_default=True)
+@click.option("--engine/--no-engine", default=True, show_default=True, help="Time onnxruntime-genai's Engine too.")
+def main(
+    package: Path | None, repeats: int, steps: int, draft_tokens: int, batches: str, prefill: str, engine: bool
+) -> None:
+    """Print medians and ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = package or make(Path(folder))
+        sizes = [int(size) for size in batches.split(",")]
+        prompts = [int(size) for size in prefill.split(",") if size]
+        floor = weight_bytes(path) / copy_bandwidth()
+        click.echo(f"floor of a plain step: {1e3 * floor:.2f} ms")
+        figures = ours(path, repeats, steps, draft_tokens, sizes, prompts)
+        if engine:
+            figures |= peers(path, repeats, steps, draft_tokens, sizes, prompts)
+        report(figures, floor)
+
+
+def make(folder: Path) -> Path:
+    lookalike.write(folder / "checkpoint", lookalike.Geometry())
+    builder.export(folder / "checkpoint", folder / "package", builder.ExportOptions(weights="link"))
+    return folder / "package"
+
+
+def weight_bytes(package: Path) -> int:
+    """Bytes of every weight that the target reads in a step."""
+    from builder import reader
+
+    target = reader.read(package).target
+    return sum({(place.file, place.end): place.length for place in target.data}.values())
+
+
+def ours(
+    path: Path, repeats: int, steps: int, drafts: int, sizes: list[int], prompts: list[int]
+) -> dict[str, list[float]]:
+    """Seconds a step, by contender and case."""
+    found: dict[str, list[float]] = {}
+    for name, recorded in (("ours", False), ("ours, CUDA graphs", True)):
+        loaded = runtime.load(path, "cuda", cuda_graph=recorded)
+        for size in sizes:
+            for k in (0, drafts):
+                case = f"{name}: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
+                found[case] = [our_step(loaded, k, size, steps) for _ in range(repeats)]
+        if not recorded:
+            for length in prompts:
+                found[f"{name}: prompt of {length}"] = [our_prompt(loaded, length) for _ in range(repeats)]
+    return found
+
+
+def our_step(loaded: runtime.LoadedPackage, drafts: int, batch: int, steps: int) -> float:
+    """Median seconds of a step after the prompts and a few steps to warm up."""
+    blocks = -(-(128 + (steps + 8) * (1 + drafts)) // loaded.package.block_size)
+    options = runtime.EngineOptions(num_blocks=blocks * batch, max_batch_size=batch, max_draft_tokens=drafts)
+    engine = runtime.Engine(loaded, options)
+    requests = [engine.submit([1 + i] * 128, (steps + 8) * (1 + drafts), drafts, ()) for i in range(batch)]
+    while any(request.is_prefill for request in requests):
+        engine.step()
+    return timed(engine.step, steps, warm_up=6)
+
+
+def our_prompt(loaded: runtime.LoadedPackage, length: int) -> float:
+    blocks = -(-(length + 2) // loaded.package.block_size)
+    engine = runtime.Engine(
+        loaded,
+        runtime.EngineOptions(num_blocks=blocks, max_batch_size=1, max_draft_tokens=0, max_scheduled_tokens=2048),
+    )
+    request = engine.submit([1] * length, 2, 0, ())
+    started = time.perf_counter()
+    while request.is_prefill:
+        engine.step()
+    return time.perf_counter() - started
+
+
+def timed(step: Callable[[], object], steps: int, warm_up: int) -> float:
+    for _ in range(warm_up):
+        step()
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def peers(
+    path: Path, repeats: int, steps: int, drafts: int, sizes: list[int], prompts: list[int]
+) -> dict[str, list[float]]:
+    """The same of onnxruntime-genai's Engine, which drafts as many tokens as the package says."""
+    import onnxruntime_genai as og
+
+    found: dict[str, list[float]] = {}
+    for k in (0, drafts):
+        config = og.Config(str(path))
+        config.clear_providers()
+        config.append_provider("cuda")
+        config.overlay(json.dumps({"engine": {"dynamic_batching": {"max_batch_size": max(sizes)}}}))
+        if k == 0:
+            config.overlay(PLAIN)
+        engine = og.Engine(og.Model(config))
+        for size in sizes:
+            case = f"Engine: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
+            found[case] = [peer_step(og, engine, size, steps, k) for _ in range(repeats)]
+        for length in prompts if k == 0 else ():
+            found[f"Engine: prompt of {length}"] = [peer_prompt(og, engine, length) for _ in range(repeats)]
+    return found
+
+
+def begin(og: Any, engine: Any, length: int, first: int, new_tokens: int) -> Any:
+    request = engine.create_request()
+    options = og.TurnOptions(request)
+    options.set_max_generated_tokens(new_tokens)
+    options.set_do_sample(False)
+    request.begin_turn(np.full(length, first, np.int32), options)
+    return request
+
+
+def peer_step(og: Any, engine: Any, batch: int, steps: int, drafts: int) -> float:
+    new_tokens = (steps + 8) * (1 + drafts)
+    requests = [begin(og, engine, 128, 1 + i, new_tokens) for i in range(batch)]
+    events = engine.create_event_buffer(batch * (1 + drafts) + 8)
+    seconds = timed(lambda: list(engine.run(events)), steps, warm_up=6 + batch)
+    finish(engine, events, requests)
+    return seconds
+
+
+def peer_prompt(og: Any, engine: Any, length: int) -> float:
+    request = begin(og, engine, length, 1, 2)
+    events = engine.create_event_buffer(8)
+    started = time.perf_counter()
+    while not any(int(event.flags) & int(og.EngineEventFlags.TOKEN) for event in engine.run(events)):
+        pass
+    seconds = time.perf_counter() - started
+    finish(engine, events, [request])
+    return seconds
+
+
+def finish(engine: Any, events: Any, requests: list[Any]) -> None:
+    while engine.has_pending_requests():
+        list(engine.run(events))
+    for request in requests:
+        request.close()
+
+
+def report(figures: dict[str, list[float]], floor: float) -> None:
+    medians = {case: statistics.median(values) for case, values in figures.items()}
+    for case, values in figures.items():
+        spread = f"from {1e3 * min(values):.2f} to {1e3 * max(values):.2f}"
+        name, _, what = case.partition(": ")
+        beside = f"{medians[case] / floor:.1f} floors" if "plain step" in what else ""
+        peer = medians.get(f"Engine: {what}")
+        ratio = f"the Engine takes {peer / medians[case]:.2f}x" if peer and name != "Engine" else ""
+        click.echo(f"{case:>44}: {1e3 * medians[case]:8.2f} ms ({spread})  {beside}  {ratio}")
+
+
+if __name__ == "__main__":
+    main()
