@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
@@ -172,6 +174,23 @@ def bind_arrays(
     session.run_with_iobinding(binding)
 
 
+@dataclass
+class Upload:
+    """An array and its memory on a device, which gets what has changed since the last time."""
+
+    array: Array
+    value: ort.OrtValue
+    _sent: Array | None = None
+
+    def send(self) -> bool:
+        """Whether anything had to be copied."""
+        if self._sent is not None and np.array_equal(self._sent, self.array):
+            return False
+        self.value.update_inplace(self.array)
+        self._sent = self.array.copy()
+        return True
+
+
 class BoundRun:
     """One prepared run; it keeps its arrays alive because the runtime only holds their addresses.
 
@@ -182,7 +201,7 @@ class BoundRun:
         self._session = session
         self._binding = session.io_binding()
         self._arrays = arrays
-        self._uploads: list[tuple[Array, ort.OrtValue]] = []
+        self._uploads: list[Upload] = []
         self._anew: dict[str, Array] = {}
         self._downloads: list[tuple[Array, ort.OrtValue]] = []
         self.graph_id = 0
@@ -193,7 +212,7 @@ class BoundRun:
         elif element_type(array.dtype) is array.dtype.type:
             value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device, 0)
             self._binding.bind_ortvalue_input(name, value)
-            self._uploads.append((array, value))
+            self._uploads.append(Upload(array, value))
         else:  # a type that NumPy does not know cannot be copied by itself, but binding copies it
             self._anew[name] = array
 
@@ -222,9 +241,8 @@ class BoundRun:
     def _upload(self) -> None:
         for name, array in self._anew.items():
             _bind(self._binding.bind_input, name, array)
-        for array, value in self._uploads:
-            value.update_inplace(array)
-        if self._uploads:
+        sent = [upload for upload in self._uploads if upload.send()]
+        if sent:
             # A copy from pageable memory may return before it has arrived, and the session's stream does not wait for
             # the stream of these copies; reading back does.
-            min(self._uploads, key=lambda upload: upload[0].nbytes)[1].numpy()
+            min(sent, key=lambda upload: upload.array.nbytes).value.numpy()

@@ -83,7 +83,7 @@ def test_a_reset_keeps_sessions_caches_and_counters() -> None:
     binds = []
     for session in (target, head):
         bind = session.bind
-        session.bind = lambda *arrays, bind=bind: (binds.append(1), bind(*arrays))[1]  # type: ignore[method-assign]
+        session.bind = lambda *arrays, bind=bind, **more: (binds.append(1), bind(*arrays, **more))[1]  # type: ignore[method-assign]
     texts, passes = [], []
     for _ in range(2):
         requests = [engine.submit(prompt, 10, 3) for prompt in PROMPTS]

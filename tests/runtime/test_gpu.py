@@ -1,0 +1,164 @@
+"""Packages on a GPU, in our runtime and in onnxruntime-genai's Engine; skipped, and counted so, where there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+import builder
+import runtime
+from fixtures import CHECKPOINTS, TRAINED
+from runtime import Engine, EngineOptions, Request
+from runtime.loading import LoadedPackage
+from runtime.recording import dump
+
+pytestmark = pytest.mark.skipif(
+    "CUDAExecutionProvider" not in ort.get_available_providers(),
+    reason="the installed onnxruntime has no CUDA provider",
+)
+
+MIXTURES = [CHECKPOINTS / "trained_ct_moe_text", CHECKPOINTS / "trained_mo_moe_text"]
+FLOAT16 = 5e-3
+"""Largest relative error (by norm) of a few layers in float16: some dozens of roundings of 2^-11."""
+TIE = 0.04
+"""Leads in logits that float16 may turn over: each of the two tokens' is off by up to 0.02."""
+ACCEPTANCE = 0.01
+"""By how much half precision may change the share of accepted drafts."""
+
+
+@pytest.fixture(scope="module", params=[TRAINED, *MIXTURES], ids=lambda folder: folder.name)
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return Path(request.param)
+
+
+@pytest.fixture(scope="module")
+def package(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu") / "package"
+    builder.export(checkpoint, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Path) -> Mapping[str, NDArray[Any]]:
+    return dict(np.load(checkpoint / "reference.npz"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["launched", "recorded"])
+def loaded(request: pytest.FixtureRequest, package: Path) -> Iterator[LoadedPackage]:
+    yield runtime.load(package, "cuda", cuda_graph=request.param)
+
+
+def texts(answers: Mapping[str, NDArray[Any]], name: str) -> list[list[int]]:
+    return [answers[f"{name}_{i}"].tolist() for i in range(8)]
+
+
+def run(loaded: LoadedPackage, prompts: list[list[int]], drafts: int, batch: int) -> tuple[list[Request], Engine]:
+    engine = Engine(loaded, EngineOptions(num_blocks=2 * batch, max_batch_size=batch, max_draft_tokens=drafts))
+    requests = [engine.submit(prompt, 64, drafts, ()) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    return requests, engine
+
+
+def forks(ours: list[list[int]], theirs: list[list[int]]) -> list[tuple[int, int]]:
+    """Text and place where two lists of texts part."""
+    return [
+        (text, next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]))
+        for text, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        if a != b
+    ]
+
+
+def test_plain_tokens_are_transformers_but_for_ties(loaded: LoadedPackage, answers: Mapping[str, NDArray[Any]]) -> None:
+    """margin_I: by how much transformers' own token leads in float32."""
+    requests, _ = run(loaded, texts(answers, "prompt"), 0, 1)
+    for text, place in forks([request.token_ids for request in requests], texts(answers, "greedy")):
+        assert answers[f"margin_{text}"][place] < TIE, f"text {text} parts at token {place}"
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_drafts_change_no_token_but_at_ties(
+    loaded: LoadedPackage, answers: Mapping[str, NDArray[Any]], drafts: int, batch: int
+) -> None:
+    prompts = texts(answers, "prompt") * (2 if batch > 8 else 1)
+    plain, _ = run(loaded, prompts, 0, batch)
+    drafted, engine = run(loaded, prompts, drafts, batch)
+    for text, place in forks([r.token_ids for r in drafted], [r.token_ids for r in plain]):
+        assert answers[f"margin_{text % 8}"][place] < TIE, f"text {text} parts at token {place}"
+    oracle = answers[f"accepted_evaluated_k{drafts}"].sum(axis=0)
+    stats = engine.stats
+    assert stats.draft_tokens_accepted / stats.draft_tokens_evaluated > oracle[0] / oracle[1] - ACCEPTANCE
+
+
+def test_what_a_recorded_step_computes_is_what_a_launched_one_does(
+    package: Path, answers: Mapping[str, NDArray[Any]]
+) -> None:
+    prompts = texts(answers, "prompt")
+    launched, recorded = (
+        [request.token_ids for request in run(runtime.load(package, "cuda", cuda_graph=graph), prompts, 3, 1)[0]]
+        for graph in (False, True)
+    )
+    for text, place in forks(recorded, launched):
+        assert answers[f"margin_{text}"][place] < TIE, f"text {text} parts at token {place}"
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in CHECKPOINTS.iterdir() if not p.name.startswith("trained")))
+def test_logits_hidden_states_and_head_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    builder.export(CHECKPOINTS / name, tmp_path / "package")
+    reference = np.load(CHECKPOINTS / name / "reference.npz")
+    loaded = runtime.load(tmp_path / "package", "cuda")
+    ids = reference["input_ids"][0].tolist()
+    with_head = "mtp_logits" in reference.files
+    found = dump(loaded, ids, 3 if with_head else 0, EngineOptions(num_blocks=4, max_batch_size=1))
+    pairs = {"logits": reference["logits"][0], "hidden_states": reference["last_hidden_state"][0]}
+    if with_head:
+        pairs["mtp_logits"] = reference["mtp_logits"][0]
+    for key, expected in pairs.items():
+        rows = found[key].astype(np.float64)[: len(expected)]
+        error = np.linalg.norm(rows[:-1] - expected[: len(rows) - 1]) / np.linalg.norm(expected[: len(rows) - 1])
+        assert error < FLOAT16, f"{name} {key}"
+
+
+def engine_texts(package: Path, prompts: list[list[int]], overlay: str | None) -> list[list[int]]:
+    og = pytest.importorskip("onnxruntime_genai")
+    config = og.Config(str(package))
+    config.clear_providers()
+    config.append_provider("cuda")
+    if overlay:
+        config.overlay(overlay)
+    engine = og.Engine(og.Model(config))
+    events = engine.create_event_buffer(64)
+    found = []
+    for prompt in prompts:
+        request = engine.create_request()
+        options = og.TurnOptions(request)
+        options.set_max_generated_tokens(64)
+        options.set_do_sample(False)
+        request.begin_turn(np.array(prompt, np.int32), options)
+        tokens: list[int] = []
+        while engine.has_pending_requests():
+            for event in engine.run(events):
+                if int(event.flags) & int(og.EngineEventFlags.TOKEN):
+                    tokens.append(int(event.token))
+        request.close()
+        found.append(tokens)
+    return found
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_engine_gives_our_tokens_but_at_ties(
+    package: Path, answers: Mapping[str, NDArray[Any]], drafts: int
+) -> None:
+    prompts = texts(answers, "prompt")
+    ours = [request.token_ids for request in run(runtime.load(package, "cuda"), prompts, drafts, 1)[0]]
+    plain = json.dumps({"model": {"mtp": {"enabled": False}}})
+    for text, place in forks(engine_texts(package, prompts, None if drafts else plain), ours):
+        assert answers[f"margin_{text}"][place] < TIE, f"text {text} parts at token {place}"
