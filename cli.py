@@ -298,6 +298,7 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool) -> None:
 @click.option("--max-batch-size", type=int, help="Requests per step; the package's if not given.")
 @click.option("--max-scheduled-tokens", type=int, default=2048, show_default=True, help="Packed rows per step.")
 @click.option("--overlay", help="A change of configuration that the package holds: plain, latency.")
+@click.option("--cuda-graph", is_flag=True, help="On a GPU, record decode and verify steps and replay them.")
 @click.option(
     "--dump",
     type=click.Path(path_type=Path),
@@ -324,6 +325,7 @@ def run(
     max_batch_size: int | None,
     max_scheduled_tokens: int,
     overlay: str | None,
+    cuda_graph: bool,
     dump: Path | None,
     as_json: bool,
     quiet: bool,
@@ -342,7 +344,7 @@ def run(
     sampling = runtime.SamplingOptions(temperature, top_k, top_p, seed)
     sampling.check()
     asks = _asks(tokenizer, package, sources, generation.Ask((), max_new_tokens, draft_tokens, sampling=sampling))
-    loaded = runtime.load(package, ep, overlay)
+    loaded = runtime.load(package, ep, overlay, cuda_graph=cuda_graph)
     sizes = runtime.EngineOptions(
         num_blocks=num_blocks,
         block_size=block_size,

@@ -15,6 +15,7 @@ from builder.errors import MachineError, Refused, one_line
 from builder.reader import GraphFile
 from runtime.lowering import Edit, edited, lower
 from runtime.lowering.choosing import choose_tokens
+from runtime.lowering.joining import join_products
 from runtime.place import GPU, HOST, Array, DeviceArray, Place, element_type
 
 ExecutionProvider = Literal["auto", "cpu", "cuda"]
@@ -58,7 +59,8 @@ def place_for(ep: ExecutionProvider) -> Place:
 class Session:
     """A loaded graph. `bind` prepares a run over given arrays, which may be kept and run again.
 
-    On a GPU the graph runs as it is, and chooses the best token of each row itself.
+    On a GPU the graph runs without lowering; it chooses the best token of each row itself, and small products of one
+    input are joined.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Session:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(graph.path.parent.absolute())
         )
-        edits = [*([edit] if edit else []), *([] if self.place.is_host else [choose_tokens])]
+        edits = [*([edit] if edit else []), *([] if self.place.is_host else [choose_tokens, join_products])]
         model = lower(graph.path, has_cpu_kernel, edits) if self.place.device == "cpu" else edited(graph.path, edits)
         try:
             self._session = ort.InferenceSession(model, options, providers=_providers(self.place, self.records))
