@@ -31,9 +31,10 @@ class Verdict:
         return sum(1 for draft, token in zip(self.drafts, self.tokens, strict=False) if draft == token)
 
 
-def accept(rows: Sequence[RowPlan], drafts: Mapping[Request, Sequence[int]], run: Prepared) -> list[Verdict]:
-    """run: what the target gave for the packed rows. The last 1 + D of a request that samples choose its tokens."""
-    wanted = scored_rows(rows)
+def accept(
+    rows: Sequence[RowPlan], wanted: Sequence[range], drafts: Mapping[Request, Sequence[int]], run: Prepared
+) -> list[Verdict]:
+    """wanted: scored_rows() of the rows. run: what the target gave for the packed rows."""
     best = _greedily(rows, wanted, run)
     verdicts = []
     for row, indices in zip(rows, wanted, strict=True):

@@ -38,6 +38,10 @@ class _Drafted:
     milliseconds: float
 
 
+NO_WORK = HeadWork({}, ())
+NOTHING_DRAFTED = _Drafted({}, NO_WORK, 0.0)
+
+
 @dataclass(frozen=True)
 class Load:
     """How full an engine is."""
@@ -185,16 +189,17 @@ class Engine:
             transaction.reserve(self._running[0].slot if self._running else None)
             drafted = self._draft(rows, proposals)
             self._reach("draft")
+            wanted = scored_rows(rows)
             run = self.target.run(
                 transaction.segments(drafted.tokens),
                 transaction.view,
                 transaction.capture_counts(),
-                scored=[index for indices in scored_rows(rows) for index in indices],
+                scored=[index for indices in wanted for index in indices],
                 with_logits=any(not row.request.sampling.is_greedy for row in rows),
                 capture=not any(row.is_prefill for row in rows),
             )
             self._reach("run")
-            verdicts = accept(rows, drafted.tokens, run)
+            verdicts = accept(rows, wanted, drafted.tokens, run)
             self._reach("accept")
             followed = self._follow(rows, verdicts, run.hidden)
             self._reach("follow")
@@ -275,10 +280,12 @@ class Engine:
 
     def _draft(self, rows: Sequence[RowPlan], proposals: Mapping[Request, Sequence[int]]) -> _Drafted:
         """Drafts of every decode row: those known already where there are any, else the head's."""
+        if not self.proposer and not proposals:
+            return NOTHING_DRAFTED
         started = time.perf_counter()
         decodes = [row for row in rows if not row.is_prefill]
         given = {row.request: proposals[row.request][: row.num_drafts] for row in decodes if row.request in proposals}
-        work = HeadWork({}, ())
+        work = NO_WORK
         if self.proposer and decodes:
             rest = [replace(row, num_drafts=0) if row.request in given else row for row in decodes]
             work = self.proposer.draft(rest)
@@ -293,7 +300,7 @@ class Engine:
         So does the last row of a prompt, whose next token has only just been chosen.
         """
         if not self.proposer:
-            return HeadWork({}, ())
+            return NO_WORK
         start = 0
         for row, verdict in zip(rows, verdicts, strict=True):
             if not verdict.finish_reason:
@@ -336,7 +343,8 @@ class Engine:
             self._running.remove(request)
             self._give_back(request)
             request.unread_hidden = []
-        self._waiting = deque(request for request in self._waiting if not request.finish_reason)
+        if self._waiting:
+            self._waiting = deque(request for request in self._waiting if not request.finish_reason)
 
     def _give_back(self, request: Request) -> None:
         if request.table:

@@ -11,7 +11,8 @@ whatever drafts, batches, failed steps or preemptions came between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -78,8 +79,8 @@ def greedy(logits: NDArray[Any]) -> list[int]:
     Raises DraftsmithError for a row whose best value is NaN or infinite.
     """
     best = logits.argmax(axis=-1)
-    _refuse_unnumbered(logits[np.arange(len(logits)), best])
     chosen: list[int] = best.tolist()
+    _refuse_unnumbered(logits[row, token] for row, token in enumerate(chosen))
     return chosen
 
 
@@ -87,15 +88,15 @@ def choose(
     logits: NDArray[Any], options: SamplingOptions, known: Sequence[int], generated: int, stop_ids: Sequence[int]
 ) -> int:
     """The next token by one row of logits [vocab], after the `known` tokens, the last `generated` of them ours."""
-    _refuse_unnumbered(logits.max(keepdims=True))
+    _refuse_unnumbered([logits.max()])
     scores = _penalized(logits.astype(np.float64), options, known, generated, stop_ids)
     if not options.temperature:
         return int(scores.argmax())
     return draw(probabilities(scores, options), options.seed, generated)
 
 
-def _refuse_unnumbered(values: NDArray[Any]) -> None:
-    if not np.isfinite(values).all():
+def _refuse_unnumbered(values: Iterable[Any]) -> None:
+    if not all(map(math.isfinite, values)):
         raise DraftsmithError("the logits are not numbers: the weights of this package are damaged; export it again")
 
 
