@@ -80,6 +80,7 @@ def ours(
             for k in (0, drafts):
                 case = f"{name}: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
                 found[case] = [our_step(loaded, k, size, steps) for _ in range(repeats)]
+                show(case, found[case])
         if not recorded:
             for length in prompts:
                 found[f"{name}: prompt of {length}"] = [our_prompt(loaded, length) for _ in range(repeats)]
@@ -139,6 +140,7 @@ def peers(
         for size in sizes:
             case = f"Engine: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
             found[case] = [peer_step(og, engine, size, steps, k) for _ in range(repeats)]
+            show(case, found[case])
         for length in prompts if k == 0 else ():
             found[f"Engine: prompt of {length}"] = [peer_prompt(og, engine, length) for _ in range(repeats)]
     return found
@@ -175,10 +177,16 @@ def peer_prompt(og: Any, engine: Any, length: int) -> float:
 
 
 def finish(engine: Any, events: Any, requests: list[Any]) -> None:
-    while engine.has_pending_requests():
-        list(engine.run(events))
+    """Cancels what goes on, and lets the engine forget it."""
     for request in requests:
         request.close()
+    while engine.has_pending_requests():
+        list(engine.run(events))
+
+
+def show(case: str, seconds: list[float]) -> None:
+    """As soon as it is measured: a run on a rented machine may end early."""
+    click.echo(f"{case}: {1e3 * statistics.median(seconds):.2f} ms", err=True)
 
 
 def report(figures: dict[str, list[float]], floor: float) -> None:

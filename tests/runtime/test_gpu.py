@@ -25,8 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 MIXTURES = [CHECKPOINTS / "trained_ct_moe_text", CHECKPOINTS / "trained_mo_moe_text"]
-FLOAT16 = 5e-3
-"""Largest relative error (by norm) of a few layers in float16: some dozens of roundings of 2^-11."""
+FLOAT16 = 1e-2
+"""Largest relative error (by norm) of a few layers in float16: twenty roundings of 2^-11."""
+ROUNDING = 3
+"""bfloat16 rounds eight times as coarsely, so what is off by rounding alone is off by several times as much there; a
+wrong formula would be off by as much in either.
+"""
 TIE = 0.04
 """Leads in logits that float16 may turn over: each of the two tokens' is off by up to 0.02."""
 ACCEPTANCE = 0.01
@@ -67,6 +71,25 @@ def run(loaded: LoadedPackage, prompts: list[list[int]], drafts: int, batch: int
     return requests, engine
 
 
+def unexplained(
+    ours: list[list[int]], theirs: list[list[int]], answers: Mapping[str, NDArray[Any]]
+) -> list[tuple[int, int]]:
+    """Where two lists of texts part although transformers' own token leads clearly there.
+
+    margin_I tells the lead in float32 along transformers' text, so a place behind which one of the two has left that
+    text already is judged by where it left. What parted at ties is printed.
+    """
+    greedy = texts(answers, "greedy")
+    clear = []
+    for text, place in forks(ours, theirs):
+        left = [fork for side in (ours, theirs) for index, fork in forks([side[text]], [greedy[text % 8]])]
+        lead = float(answers[f"margin_{text % 8}"][min([place, *left])])
+        print(f"text {text} parts at token {place}, where the lead is {lead:.3f}")
+        if lead >= TIE:
+            clear.append((text, place))
+    return clear
+
+
 def forks(ours: list[list[int]], theirs: list[list[int]]) -> list[tuple[int, int]]:
     """Text and place where two lists of texts part."""
     return [
@@ -79,8 +102,7 @@ def forks(ours: list[list[int]], theirs: list[list[int]]) -> list[tuple[int, int
 def test_plain_tokens_are_transformers_but_for_ties(loaded: LoadedPackage, answers: Mapping[str, NDArray[Any]]) -> None:
     """margin_I: by how much transformers' own token leads in float32."""
     requests, _ = run(loaded, texts(answers, "prompt"), 0, 1)
-    for text, place in forks([request.token_ids for request in requests], texts(answers, "greedy")):
-        assert answers[f"margin_{text}"][place] < TIE, f"text {text} parts at token {place}"
+    assert not unexplained([request.token_ids for request in requests], texts(answers, "greedy"), answers)
 
 
 @pytest.mark.parametrize("batch", [1, 16])
@@ -91,8 +113,7 @@ def test_drafts_change_no_token_but_at_ties(
     prompts = texts(answers, "prompt") * (2 if batch > 8 else 1)
     plain, _ = run(loaded, prompts, 0, batch)
     drafted, engine = run(loaded, prompts, drafts, batch)
-    for text, place in forks([r.token_ids for r in drafted], [r.token_ids for r in plain]):
-        assert answers[f"margin_{text % 8}"][place] < TIE, f"text {text} parts at token {place}"
+    assert not unexplained([r.token_ids for r in drafted], [r.token_ids for r in plain], answers)
     oracle = answers[f"accepted_evaluated_k{drafts}"].sum(axis=0)
     stats = engine.stats
     assert stats.draft_tokens_accepted / stats.draft_tokens_evaluated > oracle[0] / oracle[1] - ACCEPTANCE
@@ -106,25 +127,33 @@ def test_what_a_recorded_step_computes_is_what_a_launched_one_does(
         [request.token_ids for request in run(runtime.load(package, "cuda", cuda_graph=graph), prompts, 3, 1)[0]]
         for graph in (False, True)
     )
-    for text, place in forks(recorded, launched):
-        assert answers[f"margin_{text}"][place] < TIE, f"text {text} parts at token {place}"
+    assert not unexplained(recorded, launched, answers)
+
+
+def relative_errors(folder: Path, checkpoint: Path, dtype: Any) -> dict[str, float]:
+    """Of logits, hidden states and the head's logits over a prompt; its last row saw another token in the reference."""
+    builder.export(checkpoint, folder, builder.ExportOptions(dtype=dtype))
+    reference = np.load(checkpoint / "reference.npz")
+    with_head = "mtp_logits" in reference.files
+    loaded = runtime.load(folder, "cuda")
+    ids = reference["input_ids"][0].tolist()
+    found = dump(loaded, ids, 3 if with_head else 0, EngineOptions(num_blocks=4, max_batch_size=1))
+    names = {"logits": "logits", "hidden_states": "last_hidden_state", "mtp_logits": "mtp_logits"}
+    errors = {}
+    for ours, theirs in names.items():
+        if theirs in reference.files:
+            expected = reference[theirs][0].astype(np.float64)[:-1]
+            errors[ours] = float(np.linalg.norm(found[ours][: len(expected)] - expected) / np.linalg.norm(expected))
+    return errors
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in CHECKPOINTS.iterdir() if not p.name.startswith("trained")))
 def test_logits_hidden_states_and_head_agree_with_transformers(name: str, tmp_path: Path) -> None:
-    builder.export(CHECKPOINTS / name, tmp_path / "package")
-    reference = np.load(CHECKPOINTS / name / "reference.npz")
-    loaded = runtime.load(tmp_path / "package", "cuda")
-    ids = reference["input_ids"][0].tolist()
-    with_head = "mtp_logits" in reference.files
-    found = dump(loaded, ids, 3 if with_head else 0, EngineOptions(num_blocks=4, max_batch_size=1))
-    pairs = {"logits": reference["logits"][0], "hidden_states": reference["last_hidden_state"][0]}
-    if with_head:
-        pairs["mtp_logits"] = reference["mtp_logits"][0]
-    for key, expected in pairs.items():
-        rows = found[key].astype(np.float64)[: len(expected)]
-        error = np.linalg.norm(rows[:-1] - expected[: len(rows) - 1]) / np.linalg.norm(expected[: len(rows) - 1])
-        assert error < FLOAT16, f"{name} {key}"
+    half = relative_errors(tmp_path / "half", CHECKPOINTS / name, "float16")
+    brain = relative_errors(tmp_path / "brain", CHECKPOINTS / name, "bfloat16")
+    for key, error in half.items():
+        assert error < FLOAT16, (name, key)
+        assert error < brain[key] / ROUNDING, (name, key)
 
 
 def engine_texts(package: Path, prompts: list[list[int]], overlay: str | None) -> list[list[int]]:
@@ -160,5 +189,4 @@ def test_the_engine_gives_our_tokens_but_at_ties(
     prompts = texts(answers, "prompt")
     ours = [request.token_ids for request in run(runtime.load(package, "cuda"), prompts, drafts, 1)[0]]
     plain = json.dumps({"model": {"mtp": {"enabled": False}}})
-    for text, place in forks(engine_texts(package, prompts, None if drafts else plain), ours):
-        assert answers[f"margin_{text}"][place] < TIE, f"text {text} parts at token {place}"
+    assert not unexplained(engine_texts(package, prompts, None if drafts else plain), ours, answers)
