@@ -114,9 +114,16 @@ def test_drafts_change_no_token_but_at_ties(
     plain, _ = run(loaded, prompts, 0, batch)
     drafted, engine = run(loaded, prompts, drafts, batch)
     assert not unexplained([r.token_ids for r in drafted], [r.token_ids for r in plain], answers)
-    oracle = answers[f"accepted_evaluated_k{drafts}"].sum(axis=0)
-    stats = engine.stats
-    assert stats.draft_tokens_accepted / stats.draft_tokens_evaluated > oracle[0] / oracle[1] - ACCEPTANCE
+    counts = answers[f"accepted_evaluated_k{drafts}"]
+    same = [i for i, request in enumerate(drafted) if request.token_ids == texts(answers, "greedy")[i % 8]]
+    assert len(same) >= len(drafted) / 2, "the oracle counts along transformers' texts"
+    oracle = sum(counts[i % 8] for i in same)
+    accepted, evaluated = (
+        sum(getattr(drafted[i].stats, name) for i in same)
+        for name in ("draft_tokens_accepted", "draft_tokens_evaluated")
+    )
+    assert accepted / evaluated > oracle[0] / oracle[1] - ACCEPTANCE
+    assert engine.stats.draft_tokens_evaluated >= evaluated
 
 
 def test_what_a_recorded_step_computes_is_what_a_launched_one_does(
