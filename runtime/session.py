@@ -44,16 +44,30 @@ def has_cpu_kernel(domain: str, op_type: str) -> bool:
 
 def place_for(ep: ExecutionProvider) -> Place:
     """auto takes the GPU where the installed runtime has one. Raises MachineError for a GPU that is not there."""
-    has_gpu = CUDA_PROVIDER in ort.get_available_providers()
-    if ep == "cpu" or (ep == "auto" and not has_gpu):
+    if ep == "cpu":
         return HOST
-    if not has_gpu:
-        raise MachineError(
-            f"--ep cuda: the installed onnxruntime {ort.__version__} has no CUDA provider; "
-            "install draftsmith[cuda] in place of draftsmith[cpu], or use --ep cpu"
+    missing = _missing_for_gpu()
+    if missing is None:
+        return GPU
+    if ep == "auto":
+        return HOST
+    raise MachineError(f"--ep cuda: {missing}, or use --ep cpu")
+
+
+@lru_cache(maxsize=1)
+def _missing_for_gpu() -> str | None:
+    """What keeps this process from using a GPU, or None. The provider is there also on machines that have none."""
+    if CUDA_PROVIDER not in ort.get_available_providers():
+        return (
+            f"the installed onnxruntime {ort.__version__} has no CUDA provider; "
+            "install draftsmith[cuda] in place of draftsmith[cpu]"
         )
     ort.preload_dlls()  # CUDA's libraries may lie in Python packages, where the loader does not look
-    return GPU
+    try:
+        ort.OrtValue.ortvalue_from_shape_and_type((1,), np.float32, GPU.device, 0)
+    except ORT_ERRORS as error:
+        return f"no usable GPU was found ({one_line(error)}); check the driver and CUDA's libraries"
+    return None
 
 
 class Session:

@@ -6,6 +6,7 @@ On a GPU the same graphs run on the same addresses; only the provider differs.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from builder import contract
+from builder.errors import MachineError
 from runtime import Engine, EngineOptions, FailAt, InjectedFailure, SamplingOptions
+from runtime import session as session_module
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
 from runtime.loading import LoadedPackage
-from runtime.place import Place
+from runtime.place import GPU, HOST, Place
 from runtime.recording import dump
 from runtime.session import Session
 
@@ -238,3 +241,34 @@ def test_logits_are_fetched_where_somebody_needs_them(addressed: LoadedPackage, 
     assert scored <= {1, 2, 3, 4}, "a prompt has logits for its last row alone"
     arrays = dump(addressed, prompts[1], 3, EngineOptions(num_blocks=4, max_batch_size=1))
     assert arrays["logits"].shape == (len(prompts[1]), addressed.package.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("providers", "usable", "found"),
+    [
+        (["CPUExecutionProvider"], True, "has no CUDA provider; install draftsmith[cuda]"),
+        (["CUDAExecutionProvider", "CPUExecutionProvider"], False, "no usable GPU was found (no device)"),
+        (["CUDAExecutionProvider", "CPUExecutionProvider"], True, None),
+    ],
+)
+def test_auto_takes_a_gpu_that_can_be_used_and_cuda_says_what_is_missing(
+    providers: list[str], usable: bool, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CUDA provider is listed on machines without a GPU, too."""
+
+    def make(*arguments: Any) -> None:
+        if not usable:
+            raise RuntimeError("no device")
+
+    monkeypatch.setattr(session_module.ort, "get_available_providers", lambda: providers)
+    monkeypatch.setattr(session_module.ort, "preload_dlls", lambda: None)
+    monkeypatch.setattr(session_module.ort.OrtValue, "ortvalue_from_shape_and_type", make)
+    session_module._missing_for_gpu.cache_clear()
+    try:
+        assert session_module.place_for("cpu") is HOST
+        assert session_module.place_for("auto") is (HOST if found else GPU)
+        if found:
+            with pytest.raises(MachineError, match=re.escape(found)):
+                session_module.place_for("cuda")
+    finally:
+        session_module._missing_for_gpu.cache_clear()
