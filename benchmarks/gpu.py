@@ -81,6 +81,8 @@ def ours(
                 case = f"{name}: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
                 found[case] = [our_step(loaded, k, size, steps) for _ in range(repeats)]
                 show(case, found[case])
+        if loaded.target.unrecorded:
+            click.echo(f"{loaded.target.unrecorded} runs were not recorded: fewer repeats, please", err=True)
         if not recorded:
             for length in prompts:
                 found[f"{name}: prompt of {length}"] = [our_prompt(loaded, length) for _ in range(repeats)]
@@ -185,7 +187,7 @@ def finish(engine: Any, events: Any, requests: list[Any]) -> None:
 
 
 def show(case: str, seconds: list[float]) -> None:
-    """As soon as it is measured: a run on a rented machine may end early."""
+    """As soon as it is measured: a long run may end early."""
     click.echo(f"{case}: {1e3 * statistics.median(seconds):.2f} ms", err=True)
 
 

@@ -61,7 +61,7 @@ class Engine:
     def __init__(
         self, package: LoadedPackage, options: EngineOptions | None = None, watch: Watch | None = None
     ) -> None:
-        options = options or EngineOptions()
+        options = limits.in_plain_numbers(options or EngineOptions())
         self.package: Package = package.package
         self.options = options
         self.stats = Stats()
@@ -120,9 +120,9 @@ class Engine:
         request = Request(
             prompt,
             min(int(max_new_tokens), room),
-            draft_tokens,
+            int(draft_tokens),
             frozenset(int(token) for token in stops),
-            sampling,
+            sampling.plain(),
             self.package.vocab_size,
             self.max_draft_tokens,
         )
@@ -143,7 +143,7 @@ class Engine:
         limits.check_request(token_ids, max_new_tokens, self.package)
         (sampling or GREEDY).check()
         check_drafts(draft_tokens, self.max_draft_tokens)
-        needed = self._pool.blocks_for(min(len(token_ids) + max_new_tokens, self.package.context_length) - 1)
+        needed = self._pool.blocks_for(min(len(token_ids) + int(max_new_tokens), self.package.context_length) - 1)
         if needed > self._pool.num_blocks:
             raise Refused(
                 "--num-blocks",

@@ -138,11 +138,12 @@ class FixedStates:
 
     def take(self, in_step_with: int | None = None) -> int:
         """A zeroed slot, on the same bank as the slot `in_step_with`, so that both can be bound as one view."""
-        slot = self._free.pop()
+        slot = self._free[-1]
         bank = 0 if in_step_with is None else self._active[in_step_with]
+        self._zero(bank, slot)  # may fail on a device: the slot is still free then
+        self._free.pop()
         self._active[slot] = bank
         self._generation[slot] += 1
-        self._zero(bank, slot)
         return slot
 
     def _zero(self, bank: int, slot: int) -> None:

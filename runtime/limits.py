@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from builder import contract
 from builder.errors import Refused
@@ -50,7 +50,7 @@ def draft_limit(package: Package, asked: int | None, proposer: Proposer = "mtp")
         limit = max(0, package.capacity - 1)
     if asked is None:
         return limit
-    if not isinstance(asked, Integral) or not 0 <= asked <= limit:
+    if not 0 <= asked <= limit:
         raise Refused(
             "--draft-tokens",
             expected=f"0 to {limit}, the package's limit",
@@ -69,6 +69,23 @@ def _more_drafts(package: Package) -> str:
     return "export with a larger --max-draft-tokens" if package.mtp else "use --proposer ngram: it has no MTP head"
 
 
+def whole(value: object) -> int | None:
+    """A whole number as Python's own, whose arithmetic does not wrap; None for anything else, True and False too."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def in_plain_numbers(options: EngineOptions) -> EngineOptions:
+    """Options whose numbers are Python's own. Raises Refused for one that is no whole number."""
+    names = ("num_blocks", "block_size", "max_batch_size", "max_scheduled_tokens", "max_draft_tokens")
+    found: dict[str, Any] = {name: getattr(options, name) for name in names}
+    for name, value in found.items():
+        if value is not None and whole(value) is None:
+            option = "--draft-tokens" if name == "max_draft_tokens" else f"--{name.replace('_', '-')}"
+            raise Refused(option, expected="a whole number", found=value, remedy="choose another")
+    plain: dict[str, Any] = {name: value if value is None else whole(value) for name, value in found.items()}
+    return replace(options, **plain)
+
+
 def check_sizes(options: EngineOptions, block_size: int) -> None:
     """Raises Refused for a size below 1."""
     sizes = {
@@ -78,13 +95,13 @@ def check_sizes(options: EngineOptions, block_size: int) -> None:
         "--max-scheduled-tokens": options.max_scheduled_tokens,
     }
     for name, size in sizes.items():
-        if size is not None and not (isinstance(size, Integral) and size >= 1):
+        if size is not None and size < 1:
             raise Refused(name, expected="1 or more", found=size, remedy="choose another")
 
 
 def check_request(prompt: Sequence[int], max_new_tokens: int, package: Package) -> None:
     """Raises Refused for a prompt or length that this package can never serve."""
-    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+    if (whole(max_new_tokens) or 0) < 1:
         raise Refused("--max-new-tokens", expected="1 or more", found=max_new_tokens, remedy="ask for more")
     if len(prompt) == 0:
         raise Refused("prompt", expected="at least one token", found="none", remedy="give a prompt")
@@ -95,22 +112,25 @@ def check_request(prompt: Sequence[int], max_new_tokens: int, package: Package) 
             found=len(prompt),
             remedy="shorten it",
         )
-    _check_tokens("prompt", prompt, package)
+    check_tokens("prompt", prompt, package.vocab_size)
 
 
 def check_stops(stops: Sequence[int], sampling: SamplingOptions, package: Package) -> None:
     """Raises Refused for stop ids that are no tokens, or that leave none to reach a minimum length with."""
-    _check_tokens("stop_token_ids", stops, package)
+    check_tokens("stop_token_ids", stops, package.vocab_size)
     if sampling.min_new_tokens and len(set(stops)) >= package.vocab_size:
         raise Refused(
             "min_new_tokens", expected="a token that is no stop id", found="none", remedy="leave the minimum out"
         )
 
 
-def _check_tokens(name: str, tokens: Sequence[int], package: Package) -> None:
-    size = package.vocab_size
-    bad = next((token for token in tokens if not (isinstance(token, Integral) and 0 <= token < size)), None)
-    if bad is not None:
+_NONE = object()
+
+
+def check_tokens(name: str, tokens: Sequence[int], size: int) -> None:
+    """Raises Refused for anything that is no token id below `size`."""
+    bad = next((token for token in tokens if not 0 <= (-1 if whole(token) is None else int(token)) < size), _NONE)
+    if bad is not _NONE:
         raise Refused(name, expected=f"token ids below {size}", found=bad, remedy="use this package's tokenizer")
 
 

@@ -114,12 +114,12 @@ class Place:
 
     def device_zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> DeviceArray:
         """Zeroed memory that is addressed as a device's is."""
-        flat = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        size = math.prod(shape) * dtype.itemsize
         try:
-            owner = ort.OrtValue.ortvalue_from_numpy(flat, self.device, 0)
-        except RuntimeError as error:
+            owner = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), self.device, 0)
+        except (RuntimeError, MemoryError, ValueError) as error:
             raise MachineError(
-                f"{flat.nbytes:,} bytes of memory on {self.device} are needed for caches and states and cannot be had; "
+                f"{size:,} bytes of memory on {self.device} are needed for caches and states and cannot be had; "
                 "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"
             ) from error
         return DeviceArray(tuple(shape), dtype, owner.data_ptr(), self.device, owner)

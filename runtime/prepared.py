@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from builder.contract import IoSpec
+from builder.contract import LOGITS, IoSpec
+from runtime.lowering.choosing import BEST_LOGITS, TOKEN_IDS
 from runtime.packing import Array, PackedBatch, Segment
 from runtime.place import Place
-from runtime.sampling import greedy
+from runtime.sampling import greedy, refuse_unnumbered
 from runtime.session import BoundRun
 
 MAX_KEPT_RUNS = 64
@@ -24,18 +25,36 @@ RunObserver = Callable[[Sequence[Segment], tuple[Array, Array]], None]
 
 @dataclass(frozen=True)
 class Choice:
-    """Packed rows [R], in order, that get logits in a run, and the best token of each."""
+    """Packed rows [R], in order, that get logits in a run, the best token of each, and its logit [R, 1]."""
 
     rows: Array
     token_ids: Array
+    logits: Array
 
     @classmethod
-    def of(cls, num_scored: int) -> Choice:
-        return cls(np.zeros(num_scored, np.int64), np.zeros(num_scored, np.int64))
+    def of(cls, num_scored: int, io: IoSpec, place: Place) -> Choice:
+        """For a graph's own type of logits."""
+        logits_type = place.array_type(io.output(LOGITS))
+        rows, token_ids = np.zeros(num_scored, np.int64), np.zeros(num_scored, np.int64)
+        return cls(rows, token_ids, np.zeros((num_scored, 1), logits_type))
+
+    @property
+    def outputs(self) -> dict[str, Array]:
+        return {TOKEN_IDS: self.token_ids, BEST_LOGITS: self.logits}
 
     def places(self, rows: Sequence[int]) -> Array:
         """Where these packed rows stand among the scored ones."""
-        return np.searchsorted(self.rows, rows)
+        places = np.searchsorted(self.rows, rows)
+        if not np.array_equal(self.rows[places], rows):
+            raise AssertionError("a row without logits was asked for")
+        return places
+
+    def best(self, rows: Sequence[int]) -> list[int]:
+        """The best token of each row. Raises DraftsmithError where its logit is no number."""
+        places = self.places(rows)
+        refuse_unnumbered(self.logits[places, 0])
+        chosen: list[int] = self.token_ids[places].tolist()
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -55,8 +74,7 @@ class Prepared:
     def best(self, rows: Sequence[int]) -> list[int]:
         """The best token of each of these rows."""
         if self.choice is not None:
-            chosen: list[int] = self.choice.token_ids[self.choice.places(rows)].tolist()
-            return chosen
+            return self.choice.best(rows)
         return greedy(self.logits if len(rows) == len(self.logits) else self.logits[rows])
 
     def scores(self, rows: Sequence[int]) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from builder import contract
 from builder.reader import GraphFile
-from runtime.lowering.choosing import SCORED_ROWS, TOKEN_IDS
+from runtime.lowering.choosing import SCORED_ROWS
 from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
 from runtime.paged_cache import PagedCache
 from runtime.prepared import Choice, Prepared, PreparedRuns, RunObserver, row_output
@@ -100,7 +100,7 @@ class MtpProposer:
             )
         }
         with_logits = self._place.is_host or self.on_run is not None
-        choice = None if self._place.is_host else Choice.of(num_scored)
+        choice = None if self._place.is_host else Choice.of(num_scored, io, self._place)
         num_rows = num_scored if choice else shape.num_tokens
         logits = row_output(io, contract.LOGITS, num_rows if with_logits else 0, self._place)
         hidden = row_output(io, contract.HEAD_HIDDEN_STATES, shape.num_tokens, self._place)
@@ -108,7 +108,7 @@ class MtpProposer:
             {**batch.arrays, **extra, **({SCORED_ROWS: choice.rows} if choice else {}), **self._cache.inputs},
             {
                 **({contract.LOGITS: logits} if with_logits else {}),
-                **({TOKEN_IDS: choice.token_ids} if choice else {}),
+                **(choice.outputs if choice else {}),
                 contract.HEAD_HIDDEN_STATES: hidden,
                 **self._cache.outputs,
             },

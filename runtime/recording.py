@@ -36,9 +36,12 @@ class Row:
 
 
 def rows_of(segment: Segment, outputs: tuple[Array, Array]) -> list[Row]:
-    """Copies of a one-request run's rows, since a run's arrays are used again."""
+    """Copies of a one-request run's rows in float32, since a run's arrays are used again."""
     logits, hidden = outputs
-    return [Row(segment.past_length + i, logits[i].copy(), hidden[i].copy()) for i in range(len(segment.token_ids))]
+    return [
+        Row(segment.past_length + i, logits[i].astype(np.float32), hidden[i].astype(np.float32))
+        for i in range(len(segment.token_ids))
+    ]
 
 
 def dump(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from builder.errors import Refused
 from runtime.blocks import BlockTable
+from runtime.limits import check_tokens, whole
 from runtime.sampling import GREEDY, SamplingOptions
 from runtime.telemetry import Stats
 
@@ -80,9 +80,7 @@ class Request:
                 found=len(token_ids),
                 remedy="propose fewer, or make the engine with max_draft_tokens or another proposer",
             )
-        bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
-            raise Refused("proposal", expected=f"token ids below {self.vocab_size}", found=bad, remedy="propose tokens")
+        check_tokens("proposal", token_ids, self.vocab_size)
         self.proposed = tuple(int(token) for token in token_ids)
         self.proposed_at = self.num_known
 
@@ -142,7 +140,7 @@ class Request:
 
 def check_drafts(draft_tokens: int, limit: int) -> None:
     """Raises Refused for a number of drafts that an engine with this limit does not verify."""
-    if not isinstance(draft_tokens, Integral) or not 0 <= draft_tokens <= limit:
+    if not 0 <= (-1 if whole(draft_tokens) is None else int(draft_tokens)) <= limit:
         raise Refused(
             "--draft-tokens",
             expected=f"0 to {limit}, the limit of package and engine",

@@ -53,9 +53,20 @@ class SamplingOptions:
             ("repetition_penalty", self.repetition_penalty, 0.01, 100, Real),
             ("min_new_tokens", self.min_new_tokens, 0, 1 << 31, Integral),
         ):
-            if not isinstance(found, kind) or not least <= found <= most:
+            if isinstance(found, bool) or not isinstance(found, kind) or not least <= found <= most:
                 number = "a number" if kind is Real else "a whole number"
                 raise Refused(name, expected=f"{number} from {least} to {most}", found=found, remedy="choose another")
+
+    def plain(self) -> SamplingOptions:
+        """The same in Python's own numbers, whose arithmetic does not wrap."""
+        return SamplingOptions(
+            float(self.temperature),
+            int(self.top_k),
+            float(self.top_p),
+            int(self.seed),
+            float(self.repetition_penalty),
+            int(self.min_new_tokens),
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -80,7 +91,7 @@ def greedy(logits: NDArray[Any]) -> list[int]:
     """
     best = logits.argmax(axis=-1)
     chosen: list[int] = best.tolist()
-    _refuse_unnumbered(logits[row, token] for row, token in enumerate(chosen))
+    refuse_unnumbered(logits[row, token] for row, token in enumerate(chosen))
     return chosen
 
 
@@ -88,14 +99,15 @@ def choose(
     logits: NDArray[Any], options: SamplingOptions, known: Sequence[int], generated: int, stop_ids: Sequence[int]
 ) -> int:
     """The next token by one row of logits [vocab], after the `known` tokens, the last `generated` of them ours."""
-    _refuse_unnumbered([logits.max()])
+    refuse_unnumbered([logits.max()])
     scores = _penalized(logits.astype(np.float64), options, known, generated, stop_ids)
     if not options.temperature:
         return int(scores.argmax())
     return draw(probabilities(scores, options), options.seed, generated)
 
 
-def _refuse_unnumbered(values: Iterable[Any]) -> None:
+def refuse_unnumbered(values: Iterable[Any]) -> None:
+    """Raises DraftsmithError for best logits that are NaN or infinite."""
     if not all(map(math.isfinite, values)):
         raise DraftsmithError("the logits are not numbers: the weights of this package are damaged; export it again")
 

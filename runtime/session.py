@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,7 +64,8 @@ def _missing_for_gpu() -> str | None:
             f"the installed onnxruntime {ort.__version__} has no CUDA provider; "
             "install draftsmith[cuda] in place of draftsmith[cpu]"
         )
-    ort.preload_dlls()  # CUDA's libraries may lie in Python packages, where the loader does not look
+    with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find
+        ort.preload_dlls()  # CUDA's libraries may lie in Python packages, where the loader does not look
     try:
         ort.OrtValue.ortvalue_from_shape_and_type((1,), np.float32, GPU.device, 0)
     except ORT_ERRORS as error:
@@ -91,7 +94,17 @@ class Session:
         """
         self.place = place or place_for(ep)
         self.records = cuda_graph and self.place.device == "cuda"
+        if self.records and any(spec.dtype == "bfloat16" for spec in (*graph.io.inputs, *graph.io.outputs)):
+            # NumPy has no such type, so its arrays are bound anew for each run, and a recording would keep the first.
+            raise Refused(
+                "--cuda-graph",
+                expected="a package in float16",
+                found=f"bfloat16 in {graph.path.name}",
+                remedy="export with --dtype float16, or leave it out",
+            )
         self._recorded = 0
+        self.unrecorded = 0
+        """Runs that were to be recorded after the session had as many as it keeps."""
         if not str(graph.path).isascii() and "\udc80" <= max(str(graph.path)) <= "\udcff":
             raise Refused(graph.path, expected="a path in UTF-8", found="other bytes", remedy="rename the folder")
         self.io = graph.io
@@ -135,6 +148,7 @@ class Session:
         if self.records:
             record = capture and self._recorded < MAX_RECORDED
             self._recorded += record
+            self.unrecorded += capture and not record
             run.graph_id = self._recorded if record else -1
         return run
 
@@ -167,7 +181,10 @@ def bare_session(model: bytes, place: Place) -> ort.InferenceSession:
     ort.set_default_logger_severity(3)  # kernels warn of ScatterND through it; our indices are never twice the same
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    return ort.InferenceSession(model, options, providers=_providers(place))
+    try:
+        return ort.InferenceSession(model, options, providers=_providers(place))
+    except ORT_ERRORS as error:
+        raise MachineError(f"ONNX Runtime cannot move states on {place.device}: {one_line(error)}") from error
 
 
 def _providers(place: Place, cuda_graph: bool = False) -> list[Any]:
@@ -187,7 +204,10 @@ def bind_arrays(
         _bind(binding.bind_input, name, array)
     for name, output in outputs.items():
         _bind(binding.bind_output, name, output)
-    session.run_with_iobinding(binding)
+    try:
+        session.run_with_iobinding(binding)
+    except ORT_ERRORS as error:
+        raise MachineError(f"ONNX Runtime failed to move states: {one_line(error)}") from error
 
 
 @dataclass

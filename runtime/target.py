@@ -12,11 +12,11 @@ from builder import contract
 from builder.reader import Package
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
-from runtime.lowering.choosing import SCORED_ROWS, TOKEN_IDS
+from runtime.lowering.choosing import SCORED_ROWS
 from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
 from runtime.paged_cache import PagedCache
 from runtime.place import Place
-from runtime.prepared import Choice, Prepared, PreparedRuns, RunObserver, row_output
+from runtime.prepared import MAX_KEPT_BYTES, Choice, Prepared, PreparedRuns, RunObserver, row_output
 from runtime.session import Session
 
 
@@ -65,7 +65,7 @@ class TargetModel:
             logits=with_logits or self._place.is_host or self.on_run is not None,
             checkpoints=self.package.checkpoints > 0 and self._place.is_host and any(capture_counts),
             num_scored=max(1, len(scored)),
-            capture=capture and self._session.records and self.on_run is None and not with_logits,
+            capture=capture and self._records(shape) and self.on_run is None and not with_logits,
         )
         prepared = self._runs.get((shape, view.key if view else None, fetch), lambda: self._prepare(shape, view, fetch))
         prepared.batch.fill(segments, self._block_size if fetch.capture else None)
@@ -79,13 +79,20 @@ class TargetModel:
             self.on_run(segments, (prepared.logits, prepared.hidden))
         return prepared
 
+    def _records(self, shape: BatchShape) -> bool:
+        """Whether runs of a shape may be recorded: a recording that is not kept would be made anew at every step."""
+        if not self._session.records:
+            return False
+        spec = self.package.target.io.output(contract.HIDDEN_STATES)
+        return shape.num_tokens * int(spec.shape[1]) * self._place.array_type(spec).itemsize <= MAX_KEPT_BYTES
+
     def _prepare(self, shape: BatchShape, view: StateView | None, fetch: Fetch) -> Prepared:
         batch, io = PackedBatch(shape), self.package.target.io
         extra: dict[str, Array] = {}
         if self.package.capacity:
             extra[contract.CAPTURE_COUNT] = np.zeros(shape.batch_size, np.int32)
             extra[contract.CAPTURE_ACTIVE] = np.zeros(1, np.int32)
-        choice = None if self._place.is_host else Choice.of(fetch.num_scored)
+        choice = None if self._place.is_host else Choice.of(fetch.num_scored, io, self._place)
         num_rows = fetch.num_scored if choice else shape.num_tokens
         logits = row_output(io, contract.LOGITS, num_rows if fetch.logits else 0, self._place)
         hidden = row_output(io, contract.HIDDEN_STATES, shape.num_tokens, self._place)
@@ -101,7 +108,7 @@ class TargetModel:
             },
             {
                 **({contract.LOGITS: logits} if fetch.logits else {}),
-                **({TOKEN_IDS: choice.token_ids} if choice else {}),
+                **(choice.outputs if choice else {}),
                 contract.HIDDEN_STATES: hidden,
                 **self._cache.outputs,
                 **states_out,

@@ -9,12 +9,14 @@ from builder import contract
 
 TOKEN_IDS = "token_ids"
 """int64 [num_scored]: the best token of each scored row, the lowest id of a tie."""
+BEST_LOGITS = "best_logits"
+"""[num_scored, 1]: the logit of that token."""
 SCORED_ROWS = "scored_rows"
 """int64 [num_scored]: packed rows that get logits."""
 
 
 def choose_tokens(model: ir.Model) -> None:
-    """Adds the input SCORED_ROWS in front of the LM head, and the output TOKEN_IDS behind it.
+    """Adds the input SCORED_ROWS in front of the LM head, and the outputs TOKEN_IDS and BEST_LOGITS behind it.
 
     Logits are then [num_scored, vocab]; they stay an output, which costs nothing while nobody fetches it. Chosen by
     TopK, because CUDA has no ArgMax of this opset, and a node on the CPU would copy the logits there.
@@ -40,8 +42,10 @@ def _add_best(graph: ir.Graph, logits: ir.Value) -> None:
         ir.node("Constant", [], {"value": ir.tensor(np.array([value]), name=name)}, name=name)
         for name, value in (("choose/one", 1), ("choose/flat", -1))
     )
-    best = ir.node("TopK", [logits, count.outputs[0]], num_outputs=2, name="choose/best")
-    ids = ir.node("Reshape", [best.outputs[1], flat.outputs[0]], outputs=[chosen], name="choose")
+    value = ir.Value(name=BEST_LOGITS, type=logits.type, shape=ir.Shape(["num_scored", 1]))
+    places = ir.Value(name="choose/places")
+    best = ir.node("TopK", [logits, count.outputs[0]], outputs=[value, places], name="choose/best")
+    ids = ir.node("Reshape", [places, flat.outputs[0]], outputs=[chosen], name="choose")
     for node in (count, flat, best, ids):
         graph.append(node)
-    graph.outputs.append(chosen)
+    graph.outputs.extend([chosen, value])

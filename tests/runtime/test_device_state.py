@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from builder import contract
-from builder.errors import MachineError
+from builder.errors import DraftsmithError, MachineError
 from runtime import Engine, EngineOptions, FailAt, InjectedFailure, SamplingOptions
 from runtime import session as session_module
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
 from runtime.loading import LoadedPackage
 from runtime.place import GPU, HOST, Place
+from runtime.prepared import Choice
 from runtime.recording import dump
-from runtime.session import Session
+from runtime.session import Session, Upload
 
 GEOMETRY = StateGeometry(layers=(0, 2, 5), conv=(10, 3), recurrent=(4, 5, 3), key_heads=2, capacity=4)
 FLOAT32 = np.dtype(np.float32)
@@ -229,6 +231,41 @@ def test_arrivals_preemption_and_failures_over_device_memory(
     assert sampled[0].token_ids == sampled[1].token_ids
     assert engine.stats.aborted_steps > 2
     assert engine.stats.preemptions >= 2
+
+
+def test_logits_that_are_no_numbers_are_an_error_where_the_graph_chooses(
+    addressed: LoadedPackage, prompts: list[list[int]]
+) -> None:
+    """The best logit of each row is looked at, though the others stay where they are."""
+    engine = Engine(addressed, EngineOptions(num_blocks=4, max_batch_size=1, max_draft_tokens=0))
+    request = engine.submit(prompts[0], 8, 0)
+    engine.step()
+    assert engine.target.states is not None
+    engine.target.states._recurrent.write(np.full(engine.target.states._recurrent.shape, np.nan, np.float32))
+    with pytest.raises(DraftsmithError, match="not numbers"):
+        engine.step()
+    assert len(request.token_ids) == 1
+
+
+def test_only_what_changed_is_sent_to_a_device() -> None:
+    array = np.arange(3)
+    upload = Upload(array, ort.OrtValue.ortvalue_from_numpy(np.zeros(3, np.int64)))
+    assert upload.send() and upload.value.numpy().tolist() == [0, 1, 2]
+    assert not upload.send()
+    array[1] = 7
+    assert upload.send() and upload.value.numpy().tolist() == [0, 7, 2]
+
+
+def test_memory_that_cannot_be_had_is_named() -> None:
+    with pytest.raises(MachineError, match=r"bytes of memory on cpu are needed .*\(--num-blocks\)"):
+        ADDRESSED.device_zeros((1 << 60,), FLOAT32)
+
+
+def test_rows_without_logits_are_never_mistaken_for_others() -> None:
+    choice = Choice(np.array([3, 5]), np.array([7, 8]), np.zeros((2, 1), np.float32))
+    assert choice.best([5]) == [8]
+    with pytest.raises(AssertionError, match="a row without logits"):
+        choice.best([4])
 
 
 def test_logits_are_fetched_where_somebody_needs_them(addressed: LoadedPackage, prompts: list[list[int]]) -> None:

@@ -261,6 +261,8 @@ def test_proposals_beyond_the_limit_are_refused() -> None:
         (([1], 4.0, 0), "--max-new-tokens: expected 1 or more, found 4.0"),
         (([1], float("nan"), 0), "--max-new-tokens: expected 1 or more, found nan"),
         (([1], 4, 1.5), "--draft-tokens: expected 0 to 4.* found 1.5"),
+        (([1], 4, True), "--draft-tokens: expected 0 to 4.* found True"),
+        (([1], True, 0), "--max-new-tokens: expected 1 or more, found True"),
         (([1], 4, 0, [99]), "stop_token_ids: expected token ids below 13, found 99"),
         (([1], 4, 0, [-1]), "stop_token_ids: expected token ids below 13, found -1"),
     ],
@@ -269,8 +271,47 @@ def test_values_that_would_fail_in_a_step_are_refused_at_submission(arguments: A
     engine = Engine(fake_package(), EngineOptions(num_blocks=8))
     with pytest.raises(Refused, match=message):
         engine.submit(*arguments)
-    with pytest.raises(Refused, match=r"--max-scheduled-tokens: expected 1 or more, found 2\.5"):
+    with pytest.raises(Refused, match=r"--max-scheduled-tokens: expected a whole number, found 2\.5"):
         Engine(fake_package(), EngineOptions(num_blocks=8, max_scheduled_tokens=2.5))  # type: ignore[arg-type]
+
+
+def test_a_slot_that_could_not_be_zeroed_is_still_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device zeroing is a run of its own, and may fail like any other."""
+    engine, requests = engine_with(None)
+    states = engine.target.states
+    assert states is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "_zero", lambda *arguments: 1 / 0)
+        for _ in range(4):
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+            assert states.num_free == 3
+    while engine.has_work:
+        engine.step()
+    assert [request.token_ids for request in requests] == [plain(prompt, 10) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("wrong", [[1.7], ["1"], [None], [True], [13]])
+def test_proposals_are_whole_numbers(wrong: list[Any]) -> None:
+    request = Engine(fake_package(), EngineOptions(num_blocks=30)).submit(PROMPTS[0], 20, 0)
+    with pytest.raises(Refused, match="proposal: expected token ids below 13"):
+        request.propose(wrong)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint64, np.int8])
+def test_narrow_and_unsigned_numbers_do_not_wrap(kind: Any) -> None:
+    options = EngineOptions(
+        num_blocks=kind(40), max_scheduled_tokens=kind(20), max_batch_size=kind(2), max_draft_tokens=kind(3)
+    )
+    engine = Engine(fake_package(), options)
+    sampling = SamplingOptions(1.0, top_k=kind(5), seed=kind(3))
+    requests = [engine.submit([1, 2, 3], kind(12), kind(3), (), choice) for choice in (None, sampling)]
+    while engine.has_work:
+        engine.step()
+    assert requests[0].token_ids == plain([1, 2, 3], 12)
+    assert len(requests[1].token_ids) == 12
+    with pytest.raises(Refused, match="--num-blocks: expected"):
+        engine.submit([1] * 100, np.uint8(140), 0)
 
 
 def test_numpy_numbers_are_numbers() -> None:

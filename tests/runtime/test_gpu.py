@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
@@ -18,11 +17,9 @@ from fixtures import CHECKPOINTS, TRAINED
 from runtime import Engine, EngineOptions, Request
 from runtime.loading import LoadedPackage
 from runtime.recording import dump
+from runtime.session import _missing_for_gpu
 
-pytestmark = pytest.mark.skipif(
-    "CUDAExecutionProvider" not in ort.get_available_providers(),
-    reason="the installed onnxruntime has no CUDA provider",
-)
+pytestmark = pytest.mark.skipif(_missing_for_gpu() is not None, reason=str(_missing_for_gpu()))
 
 MIXTURES = [CHECKPOINTS / "trained_ct_moe_text", CHECKPOINTS / "trained_mo_moe_text"]
 FLOAT16 = 1e-2
@@ -56,7 +53,9 @@ def answers(checkpoint: Path) -> Mapping[str, NDArray[Any]]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["launched", "recorded"])
 def loaded(request: pytest.FixtureRequest, package: Path) -> Iterator[LoadedPackage]:
-    yield runtime.load(package, "cuda", cuda_graph=request.param)
+    loaded = runtime.load(package, "cuda", cuda_graph=request.param)
+    yield loaded
+    assert loaded.target.unrecorded == 0, "or what is called recorded was launched"
 
 
 def texts(answers: Mapping[str, NDArray[Any]], name: str) -> list[list[int]]:
