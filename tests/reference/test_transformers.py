@@ -85,7 +85,7 @@ def test_tokens_and_counts(package: LoadedPackage, oracle: dict[str, np.ndarray]
         )
         assert request.token_ids == greedy, f"margin of the first difference: {oracle[f'margin_{i}'][differs]}"
     if drafts:
-        counts = [(request.counts.accepted, request.counts.evaluated) for request in requests]
+        counts = [(request.stats.draft_tokens_accepted, request.stats.draft_tokens_evaluated) for request in requests]
         assert counts == [tuple(row) for row in oracle[f"accepted_evaluated_k{drafts}"].tolist()]
 
 
