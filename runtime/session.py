@@ -48,7 +48,7 @@ def place_for(ep: ExecutionProvider) -> Place:
     """auto takes the GPU where the installed runtime has one. Raises MachineError for a GPU that is not there."""
     if ep == "cpu":
         return HOST
-    missing = _missing_for_gpu()
+    missing = missing_for_gpu()
     if missing is None:
         return GPU
     if ep == "auto":
@@ -57,7 +57,7 @@ def place_for(ep: ExecutionProvider) -> Place:
 
 
 @lru_cache(maxsize=1)
-def _missing_for_gpu() -> str | None:
+def missing_for_gpu() -> str | None:
     """What keeps this process from using a GPU, or None. The provider is there also on machines that have none."""
     if CUDA_PROVIDER not in ort.get_available_providers():
         return (

@@ -300,7 +300,7 @@ def test_auto_takes_a_gpu_that_can_be_used_and_cuda_says_what_is_missing(
     monkeypatch.setattr(session_module.ort, "get_available_providers", lambda: providers)
     monkeypatch.setattr(session_module.ort, "preload_dlls", lambda: None)
     monkeypatch.setattr(session_module.ort.OrtValue, "ortvalue_from_shape_and_type", make)
-    session_module._missing_for_gpu.cache_clear()
+    session_module.missing_for_gpu.cache_clear()
     try:
         assert session_module.place_for("cpu") is HOST
         assert session_module.place_for("auto") is (HOST if found else GPU)
@@ -308,4 +308,4 @@ def test_auto_takes_a_gpu_that_can_be_used_and_cuda_says_what_is_missing(
             with pytest.raises(MachineError, match=re.escape(found)):
                 session_module.place_for("cuda")
     finally:
-        session_module._missing_for_gpu.cache_clear()
+        session_module.missing_for_gpu.cache_clear()

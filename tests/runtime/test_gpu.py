@@ -17,9 +17,9 @@ from fixtures import CHECKPOINTS, TRAINED
 from runtime import Engine, EngineOptions, Request
 from runtime.loading import LoadedPackage
 from runtime.recording import dump
-from runtime.session import _missing_for_gpu
+from runtime.session import missing_for_gpu
 
-pytestmark = pytest.mark.skipif(_missing_for_gpu() is not None, reason=str(_missing_for_gpu()))
+pytestmark = pytest.mark.skipif(missing_for_gpu() is not None, reason=str(missing_for_gpu()))
 
 MIXTURES = [CHECKPOINTS / "trained_ct_moe_text", CHECKPOINTS / "trained_mo_moe_text"]
 FLOAT16 = 1e-2
