@@ -91,13 +91,18 @@ def ours(
 
 def our_step(loaded: runtime.LoadedPackage, drafts: int, batch: int, steps: int) -> float:
     """Median seconds of a step after the prompts and a few steps to warm up."""
-    blocks = -(-(128 + (steps + 8) * (1 + drafts)) // loaded.package.block_size)
+    return timed(ready(loaded, drafts, batch, steps + 8).step, steps, warm_up=6)
+
+
+def ready(loaded: runtime.LoadedPackage, drafts: int, batch: int, steps: int) -> runtime.Engine:
+    """An engine behind its prompts, with `batch` requests that go on for `steps` steps."""
+    blocks = -(-(128 + steps * (1 + drafts)) // loaded.package.block_size)
     options = runtime.EngineOptions(num_blocks=blocks * batch, max_batch_size=batch, max_draft_tokens=drafts)
     engine = runtime.Engine(loaded, options)
-    requests = [engine.submit([1 + i] * 128, (steps + 8) * (1 + drafts), drafts, ()) for i in range(batch)]
+    requests = [engine.submit([1 + i] * 128, steps * (1 + drafts), drafts, ()) for i in range(batch)]
     while any(request.is_prefill for request in requests):
         engine.step()
-    return timed(engine.step, steps, warm_up=6)
+    return engine
 
 
 def our_prompt(loaded: runtime.LoadedPackage, length: int) -> float:
