@@ -63,7 +63,8 @@ def main(
 
 def show(case: str, seconds: float, found: list[Kernel], rows: int) -> None:
     total = sum(kernel.microseconds for kernel in found)
-    click.echo(f"{case}: {1e3 * seconds:.2f} ms a step, {total / 1e3:.2f} ms of it in {sum(k.count for k in found):.0f} kernels")
+    count = sum(kernel.count for kernel in found)
+    click.echo(f"{case}: {1e3 * seconds:.2f} ms a step, {total / 1e3:.2f} ms of it in {count:.0f} kernels")
     for kernel in found[:rows]:
         click.echo(f"  {kernel.microseconds:9.1f} us {kernel.count:7.1f} x  {kernel.name[:150]}")
 

@@ -17,6 +17,7 @@ from runtime import limits, ngram
 from runtime.acceptance import Verdict, accept, scored_rows
 from runtime.blocks import BlockPool
 from runtime.failures import Boundary, Watch
+from runtime.head import HeadModel
 from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.packing import Array
@@ -80,7 +81,11 @@ class Engine:
             )
         self._pool = BlockPool(num_blocks, block_size)
         self.target = TargetModel(self.package, package.target, num_blocks, block_size, options.max_batch_size)
-        self.proposer = MtpProposer(head, package.mtp(), num_blocks, block_size) if head else None
+        self.proposer: MtpProposer | None = None
+        if head:
+            rows, depth = options.max_batch_size, self.max_draft_tokens
+            model = HeadModel(head, package.mtp(), num_blocks, block_size, depth=depth, num_rows=rows)
+            self.proposer = MtpProposer(model)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._max_tokens = options.max_scheduled_tokens

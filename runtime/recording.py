@@ -63,7 +63,7 @@ def dump(
     head_rows: list[Row] = []
     engine.target.on_run = lambda segments, outputs: target_rows.extend(rows_of(segments[0], outputs))
     if engine.proposer:
-        engine.proposer.on_run = lambda segments, outputs: head_rows.extend(rows_of(segments[0], outputs))
+        engine.proposer.head.on_run = lambda segments, outputs: head_rows.extend(rows_of(segments[0], outputs))
     engine.submit(token_ids, draft_tokens + 2, min(draft_tokens, engine.max_draft_tokens), (), sampling)
     length = len(token_ids)
     while engine.has_work and len(target_rows) <= length:

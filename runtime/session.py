@@ -16,6 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 from builder.errors import MachineError, Refused, one_line
 from builder.reader import GraphFile
 from runtime.lowering import Edit, edited, lower
+from runtime.lowering.absorbing import absorb_rotations, absorb_splits
 from runtime.lowering.choosing import choose_tokens
 from runtime.lowering.joining import join_products
 from runtime.place import GPU, HOST, Array, DeviceArray, Place, element_type
@@ -115,7 +116,7 @@ class Session:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(graph.path.parent.absolute())
         )
-        edits = [*([edit] if edit else []), *([] if self.place.is_host else [choose_tokens, join_products])]
+        edits = [*([edit] if edit else []), *_edits(self.place)]
         model = lower(graph.path, has_cpu_kernel, edits) if self.place.device == "cpu" else edited(graph.path, edits)
         try:
             self._session = ort.InferenceSession(model, options, providers=_providers(self.place, self.records))
@@ -160,6 +161,13 @@ class Session:
             name: "cpu" if "cpu" in str(info.name).lower() else self.place.device
             for name, info in zip(names, infos, strict=True)
         }
+
+
+def _edits(place: Place) -> list[Edit]:
+    """What makes a graph fit for a device: nothing goes to the host that need not, and fewer kernels are launched."""
+    if place.is_host:
+        return []
+    return [choose_tokens, join_products, absorb_splits, *([absorb_rotations] if place.device == "cuda" else [])]
 
 
 MAX_RECORDED = 48

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,11 @@ import builder
 import runtime
 from fixtures import TRAINED
 from runtime.loading import LoadedPackage
+from runtime.place import Place
+from runtime.session import Session
+
+ADDRESSED = Place("cpu", widened=True, is_host=False)
+"""A CPU whose memory is addressed as a GPU's is."""
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +48,21 @@ def prompts(reference: Mapping[str, NDArray[Any]]) -> list[list[int]]:
 def greedy_tokens(reference: Mapping[str, NDArray[Any]]) -> list[list[int]]:
     """64 greedy tokens of transformers in float32 for each prompt."""
     return [reference[f"greedy_{i}"].tolist() for i in range(8)]
+
+
+class Addressed:
+    """A package with caches, states and drafts addressed as on a GPU, and tokens chosen by the graphs."""
+
+    def __init__(self, package: LoadedPackage) -> None:
+        self.package = package.package
+        self.target = Session(self.package.target, "cpu", place=ADDRESSED)
+        assert self.package.mtp
+        self._mtp = Session(self.package.mtp, "cpu", place=ADDRESSED)
+
+    def mtp(self) -> Session:
+        return self._mtp
+
+
+@pytest.fixture(scope="session")
+def addressed(trained: LoadedPackage) -> LoadedPackage:
+    return cast(LoadedPackage, Addressed(trained))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -21,14 +21,14 @@ from runtime import session as session_module
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
 from runtime.loading import LoadedPackage
-from runtime.place import GPU, HOST, Place
+from runtime.place import GPU, HOST
 from runtime.prepared import Choice
 from runtime.recording import dump
-from runtime.session import Session, Upload
+from runtime.session import Upload
+from tests.runtime.conftest import ADDRESSED
 
 GEOMETRY = StateGeometry(layers=(0, 2, 5), conv=(10, 3), recurrent=(4, 5, 3), key_heads=2, capacity=4)
 FLOAT32 = np.dtype(np.float32)
-ADDRESSED = Place("cpu", widened=True, is_host=False)
 
 
 def both(slots: int) -> tuple[FixedStates, DeviceStates]:
@@ -170,24 +170,6 @@ def test_replaying_at_once_is_the_recurrence(capacity: int) -> None:
             np.testing.assert_allclose(states._recurrent.read()[1, index, slot], expected, rtol=1e-5, atol=1e-5)
             rows = np.concatenate([conv[0, index, slot], raw[index, 0, :kept].T], axis=1)[:, -3:]
             np.testing.assert_array_equal(states._conv.read()[1, index, slot], rows)
-
-
-class Addressed:
-    """The trained package with caches and states addressed as on a GPU, and tokens chosen by the graphs."""
-
-    def __init__(self, package: LoadedPackage) -> None:
-        self.package = package.package
-        self.target = Session(self.package.target, "cpu", place=ADDRESSED)
-        assert self.package.mtp
-        self._mtp = Session(self.package.mtp, "cpu", place=ADDRESSED)
-
-    def mtp(self) -> Session:
-        return self._mtp
-
-
-@pytest.fixture(scope="module")
-def addressed(trained: LoadedPackage) -> LoadedPackage:
-    return cast(LoadedPackage, Addressed(trained))
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from builder.contract import CAPTURE_ACTIVE, CAPTURE_COUNT, CUMULATIVE_LENGTHS
 from builder.errors import MachineError, Refused
 from runtime import Engine, EngineOptions, Request
+from runtime.head import HeadModel
 from runtime.loading import LoadedPackage
-from runtime.proposer import MtpProposer
 from runtime.target import TargetModel
 
 TOTALS = {1: (224, 278), 2: (293, 368), 3: (331, 408)}
@@ -98,7 +98,7 @@ def test_chunked_prompt_primes_the_head_alike(trained: LoadedPackage, prompts: l
             engine.step()
         assert engine.proposer is not None
         assert request.head_length == len(prompts[1]) - 1
-        cache = engine.proposer._cache.inputs["past_key_values.0.key"][0]
+        cache = engine.proposer.head._cache.inputs["past_key_values.0.key"][0]
         assert np.abs(cache[: request.head_length]).min(axis=(1, 2)).max() > 0, "every row was written"
         caches.append(cache[: request.head_length].copy())
     for cache in caches[1:]:
@@ -302,14 +302,14 @@ def test_a_failed_priming_is_made_up_for(
     trained: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head fails after the prompt was committed: its rows are fed later, and drafting is as good as ever."""
-    launch, failures = MtpProposer._launch, iter([True, False, True])
+    launch, failures = HeadModel._launch, iter([True, False, True])
 
-    def failing(self: MtpProposer, *arguments: Any) -> Any:
+    def failing(self: HeadModel, *arguments: Any) -> Any:
         if next(failures, False):
             raise MachineError("injected")
         return launch(self, *arguments)
 
-    monkeypatch.setattr(MtpProposer, "_launch", failing)
+    monkeypatch.setattr(HeadModel, "_launch", failing)
     engine = Engine(trained, EngineOptions(num_blocks=1, max_batch_size=1))
     request = engine.submit(prompts[0], 64, 3)
     errors = 0

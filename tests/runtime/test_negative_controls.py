@@ -100,7 +100,7 @@ def test_head_not_primed_on_the_prompt(
     engine = Engine(trained, EngineOptions(num_blocks=1, max_batch_size=1))
     assert engine.proposer is not None
     logits: list[NDArray[Any]] = []
-    engine.proposer.on_run = lambda segments, outputs: logits.append(outputs[0][-1].copy())
+    engine.proposer.head.on_run = lambda segments, outputs: logits.append(outputs[0][-1].copy())
     engine.submit(prompts[1], 8, 3)
     while not logits:
         engine.step()
@@ -114,7 +114,7 @@ def test_a_primed_head_passes_the_same_measure(
     engine = Engine(trained, EngineOptions(num_blocks=1, max_batch_size=1))
     assert engine.proposer is not None
     logits: list[NDArray[Any]] = []
-    engine.proposer.on_run = lambda segments, outputs: logits.append(outputs[0][-1].copy())
+    engine.proposer.head.on_run = lambda segments, outputs: logits.append(outputs[0][-1].copy())
     request = engine.submit(prompts[1], 8, 3)
     while len(request.token_ids) < 2:
         engine.step()

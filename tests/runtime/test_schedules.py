@@ -57,13 +57,13 @@ def snapshot(engine: Engine) -> dict[Request, tuple[Any, ...]]:
 
 
 def committed(engine: Engine, request: Request) -> tuple[Any, ...]:
-    states, table, head = engine.target.states, table_of(request), engine.proposer
+    states, table, proposer = engine.target.states, table_of(request), engine.proposer
     assert states
     slot = slot_of(request)
     bank = states._active[slot]
     caches = [cached(engine.target._cache.inputs[PAST_KEY.format(1)], table.blocks, request.num_cached)]
-    if head:
-        caches.append(cached(head._cache.inputs[PAST_KEY.format(0)], table.blocks, request.head_length))
+    if proposer:
+        caches.append(cached(proposer.head._cache.inputs[PAST_KEY.format(0)], table.blocks, request.head_length))
     return (
         *(request.num_cached, request.head_length, request.prefill_end, tuple(request.token_ids), request.proposed),
         *(tuple(table.blocks), slot, bank, states._generation[slot]),
@@ -261,7 +261,7 @@ def check_committed(engine: Engine, request: Request) -> None:
     """Caches and states of a request equal those of a model that was fed its committed tokens and nothing else."""
     tokens = [*request.prompt, *request.token_ids]
     fed: Sequence[int] = tokens[: request.num_cached]
-    target, head, states = engine.target, engine.proposer, engine.target.states
+    target, proposer, states = engine.target, engine.proposer, engine.target.states
     assert states
     blocks = table_of(request).blocks
     keys = cached(target._cache.inputs[PAST_KEY.format(1)], blocks, len(fed))
@@ -271,8 +271,8 @@ def check_committed(engine: Engine, request: Request) -> None:
     assert states._recurrent[bank, :, slot].ravel().tolist() == [state.first, state.second]
     shown = [0, 0, *(token + 1 for token in fed)][-2:]
     assert states._conv[bank, :, slot, 0].tolist() == [shown, shown]
-    if head:  # Its row p holds token p + 1; with what it has not read yet it is level with the target.
-        rows = cached(head._cache.inputs[PAST_KEY.format(0)], blocks, request.head_length)
+    if proposer:  # Its head's row p holds token p + 1; with what it has not read yet it is level with the target.
+        rows = cached(proposer.head._cache.inputs[PAST_KEY.format(0)], blocks, request.head_length)
         assert rows.tolist() == [[token + 1, i] for i, token in enumerate(tokens[1 : request.head_length + 1])]
         assert request.head_length + sum(map(len, request.unread_hidden)) == request.num_cached
     if not request.is_prefill and request.num_cached > request.prefill_end:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from builder.contract import PAST_KEY, PAST_VALUE
 from runtime import Engine, EngineOptions, FailAt, InjectedFailure, Request
+from runtime.head import HeadModel
 from runtime.loading import LoadedPackage
 from runtime.packing import Segment
-from runtime.proposer import MtpProposer
 from runtime.request import table_of
 from runtime.target import TargetModel
 
@@ -51,7 +51,7 @@ def teach(package: LoadedPackage, text: Sequence[int]) -> Teacher:
     assert target.states and package.package.mtp
     view = target.states.view([target.states.take()])
     hidden = target.run([Segment(text, 0, blocks)], view, [0]).hidden.copy()
-    head = MtpProposer(package.package.mtp, package.mtp(), len(blocks), 256)
+    head = HeadModel(package.package.mtp, package.mtp(), len(blocks), 256)
     head.run([Segment(text[1:], 0, blocks)], [hidden[:-1]])
     names = PAST_KEY.format(0), PAST_VALUE.format(0)
     caches = {name: head._cache.inputs[name].reshape(-1, *head._cache.inputs[name].shape[2:]).copy() for name in names}
@@ -78,7 +78,7 @@ def teachers(trained: LoadedPackage, prompts: list[list[int]], greedy_tokens: li
 def check_head(engine: Engine, request: Request, teacher: Teacher) -> None:
     assert engine.proposer
     for name, rows in teacher.caches.items():
-        array = engine.proposer._cache.inputs[name]
+        array = engine.proposer.head._cache.inputs[name]
         ours = array[table_of(request).blocks].reshape(-1, *array.shape[2:])[: request.head_length]
         np.testing.assert_allclose(ours, rows[: request.head_length], atol=TOLERANCE, rtol=0)
 

@@ -1,0 +1,140 @@
+"""HeadModel: the MTP head's graph with a cache of its own, run through the host or, in a chain, on a device alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from builder import contract
+from builder.reader import GraphFile
+from runtime.draft_memory import DraftMemory
+from runtime.lowering.choosing import BEST_LOGITS, SCORED_HIDDEN, SCORED_ROWS, TOKEN_IDS
+from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
+from runtime.paged_cache import PagedCache
+from runtime.place import DeviceArray
+from runtime.prepared import Choice, Prepared, PreparedRuns, RunObserver, row_output
+from runtime.session import Session
+
+MAX_CAPTURED_ROWS = 8
+"""Rows of a request that a recorded run of the head may have: more come from prompts, whose shapes never repeat."""
+
+
+class HeadModel:
+    """Runs packed rows of the head, whose cache is indexed by the target's block tables.
+
+    depth, num_rows: drafts of the longest chain, and requests that draft at once, as memory on a device has to know.
+    """
+
+    def __init__(
+        self, graph: GraphFile, session: Session, num_blocks: int, block_size: int, *, depth: int = 1, num_rows: int = 1
+    ) -> None:
+        self._io = graph.io
+        self._session = session
+        self._place = session.place
+        self._block_size = block_size
+        self._cache = PagedCache(graph.io, (0,), num_blocks, block_size, session.place)
+        self.memory = None if session.place.is_host else DraftMemory(graph.io, depth, num_rows, session.place)
+        self._runs = PreparedRuns()
+        self.on_run: RunObserver | None = None
+
+    def run(
+        self, segments: Sequence[Segment], hidden: Sequence[Array], scored: Sequence[int] | None = None
+    ) -> Prepared:
+        """Feeds each request's tokens [n] with hidden states [n, hidden]; what it gives is valid until the next run.
+
+        scored: packed rows that draft a token, None for all; heeded where the graph chooses.
+        """
+        shape = shape_of(segments)
+        if scored is None or self.on_run:
+            scored = range(shape.num_tokens)
+        key = (shape, len(scored), self.on_run is not None)
+        prepared = self._runs.get(key, lambda: self._prepare(shape, max(1, len(scored))))
+        if prepared.choice and scored:
+            prepared.choice.rows[:] = scored
+        prepared.batch.fill(segments, self._block_size if self._captures(shape) else None)
+        np.concatenate(hidden, out=prepared.extra[contract.HIDDEN_STATES])
+        return self._launch(prepared, segments)
+
+    def run_on(self, prepared: Prepared, segments: Sequence[Segment], token_ids: Sequence[int]) -> Prepared:
+        """The same one-token rows a position further, each fed its new token and its own hidden state."""
+        prepared.batch.advance(token_ids)
+        prepared.extra[contract.HIDDEN_STATES][:] = prepared.hidden
+        return self._launch(prepared, segments)
+
+    def _launch(self, prepared: Prepared, segments: Sequence[Segment]) -> Prepared:
+        prepared.bound.run()
+        if self.on_run:
+            self.on_run(segments, (prepared.logits, prepared.hidden))
+        return prepared
+
+    def _prepare(self, shape: BatchShape, num_scored: int) -> Prepared:
+        batch, io = PackedBatch(shape), self._io
+        extra = {contract.HIDDEN_STATES: self._hidden_input(shape)}
+        with_logits = self._place.is_host or self.on_run is not None
+        choice = None if self._place.is_host else Choice.of(num_scored, io, self._place)
+        num_rows = num_scored if choice else shape.num_tokens
+        logits = row_output(io, contract.LOGITS, num_rows if with_logits else 0, self._place)
+        hidden = row_output(io, contract.HEAD_HIDDEN_STATES, shape.num_tokens, self._place)
+        bound = self._session.bind(
+            {**batch.arrays, **extra, **({SCORED_ROWS: choice.rows} if choice else {}), **self._cache.inputs},
+            {
+                **({contract.LOGITS: logits} if with_logits else {}),
+                **(choice.outputs if choice else {}),
+                contract.HEAD_HIDDEN_STATES: hidden,
+                **self._cache.outputs,
+            },
+            capture=self._captures(shape),
+        )
+        return Prepared(batch, extra, logits, hidden, bound, choice)
+
+    def run_on_device(
+        self, stage: int, segments: Sequence[Segment], scored: Sequence[int], hidden: Sequence[Array] = ()
+    ) -> None:
+        """Run `stage` of a chain, which leaves its tokens in `memory`. The first one is fed as `run` is.
+
+        The others find tokens and hidden states there; of their segments only number, length and place count.
+        """
+        shape = shape_of(segments)
+        prepared = self._runs.get((shape, len(scored), stage), lambda: self._prepare_stage(shape, len(scored), stage))
+        prepared.extra[SCORED_ROWS][:] = scored
+        prepared.batch.fill(segments, self._block_size if self._captures(shape) else None)
+        if not stage:
+            np.concatenate(hidden, out=prepared.extra[contract.HIDDEN_STATES])
+        prepared.bound.run()
+
+    def _prepare_stage(self, shape: BatchShape, num_scored: int, stage: int) -> Prepared:
+        """Behind the first run, tokens and hidden states are the first rows that the run before has left."""
+        memory = self.memory
+        assert memory is not None
+        batch = PackedBatch(shape)
+        extra = {SCORED_ROWS: np.zeros(num_scored, np.int64)}
+        chained: dict[str, DeviceArray] = {}
+        if stage:
+            rows = slice(0, shape.num_tokens)
+            chained[contract.INPUT_IDS] = memory.token_ids[stage - 1, rows]
+            chained[contract.HIDDEN_STATES] = memory.hidden[stage - 1, rows]
+        else:
+            extra[contract.HIDDEN_STATES] = self._hidden_input(shape)
+        made = slice(0, num_scored)
+        outputs = {
+            TOKEN_IDS: memory.token_ids[stage, made],
+            BEST_LOGITS: memory.logits[stage, made].reshape(num_scored, 1),
+            SCORED_HIDDEN: memory.hidden[stage, made],
+        }
+        bound = self._session.bind(
+            {**batch.arrays, **extra, **chained, **self._cache.inputs},
+            {**outputs, **self._cache.outputs},
+            capture=self._captures(shape),
+        )
+        none = np.empty((0, 0), np.float32)
+        return Prepared(batch, extra, none, none, bound)
+
+    def _hidden_input(self, shape: BatchShape) -> Array:
+        spec = self._io.input(contract.HIDDEN_STATES)
+        return np.empty((shape.num_tokens, int(spec.shape[1])), self._place.array_type(spec))
+
+    def _captures(self, shape: BatchShape) -> bool:
+        """Whether to record runs of a shape: those that come again at every step."""
+        again = shape.num_tokens <= MAX_CAPTURED_ROWS * shape.batch_size
+        return again and self._session.records and self.on_run is None
