@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from runtime.bound_run import BoundRun
 from runtime.place import GPU
-from runtime.session import bare_session, bind_arrays
+from runtime.session import bare_session
 
 VALUES = 1 << 28
 
@@ -23,9 +24,10 @@ def copy_bandwidth(repeats: int = 9) -> float:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     session = bare_session(model.SerializeToString(), GPU)
     source, target = (GPU.device_zeros((VALUES,), np.dtype(np.float32)) for _ in range(2))
+    run = BoundRun(session, GPU, {"x": source}, {"y": target})
     seconds = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
-        bind_arrays(session, {"x": source}, {"y": target})
+        run.run()
         seconds.append(time.perf_counter() - started)
     return 2 * source.nbytes / statistics.median(seconds[1:])

@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
 from runtime.place import Array, DeviceArray, Place, ir_type
-from runtime.state_moves import state_moves
+from runtime.state_moves import StateMoves
 
 
 class DeviceStates(FixedStates):
@@ -20,7 +20,7 @@ class DeviceStates(FixedStates):
 
     def __init__(self, geometry: StateGeometry, num_slots: int, place: Place, conv_type: np.dtype[Any]) -> None:
         self._place, self._conv_type = place, conv_type
-        self._moves = state_moves(geometry, place, ir_type(conv_type))
+        self._moves = StateMoves(geometry, place, ir_type(conv_type))
         self._num_slots = num_slots
         super().__init__(geometry, num_slots)
 
@@ -85,17 +85,12 @@ class DeviceStates(FixedStates):
     def _places(self, banks: Sequence[int], slots: Sequence[int]) -> Array:
         """Rows of a flattened bank array: every slot of the first layer, then of the next."""
         layers = len(self.geometry.layers)
-        places = [
-            (bank * layers + layer) * self._num_slots + slot
-            for layer in range(layers)
-            for bank, slot in zip(banks, slots, strict=True)
-        ]
-        return np.array(places, np.int64)
+        first = np.asarray(banks, np.int64) * layers * self._num_slots + np.asarray(slots, np.int64)
+        return np.add.outer(np.arange(layers) * self._num_slots, first).ravel()
 
     def _stage_rows(self, view: StateView, rows: Sequence[int]) -> Array:
         """Rows of a flattened stage array, in the same order."""
-        count = len(view.slots)
-        return np.array([layer * count + row for layer in range(len(self.geometry.layers)) for row in rows], np.int64)
+        return np.add.outer(np.arange(len(self.geometry.layers)) * len(view.slots), np.array(rows, np.int64)).ravel()
 
 
 def _flat(array: DeviceArray, axes: int = 3) -> DeviceArray:

@@ -201,6 +201,7 @@ class Engine:
                 transaction.capture_counts(),
                 scored=[index for indices in wanted for index in indices],
                 with_logits=any(not row.request.sampling.is_greedy for row in rows),
+                with_hidden=self.proposer is not None,
                 capture=not any(row.is_prefill for row in rows),
             )
             self._reach("run")

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from builder.contract import LOGITS, IoSpec
+from runtime.bound_run import BoundRun
 from runtime.lowering.choosing import BEST_LOGITS, TOKEN_IDS
 from runtime.packing import Array, PackedBatch, Segment
 from runtime.place import Place
 from runtime.sampling import greedy, refuse_unnumbered
-from runtime.session import BoundRun
 
 MAX_KEPT_RUNS = 64
 MAX_KEPT_BYTES = 1 << 22

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -15,19 +14,15 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from builder.errors import MachineError, Refused, one_line
 from builder.reader import GraphFile
+from runtime.bound_run import ORT_ERRORS, BoundRun
 from runtime.lowering import Edit, edited, lower
-from runtime.lowering.absorbing import absorb_rotations, absorb_splits
+from runtime.lowering.absorbing import absorb_rotations
 from runtime.lowering.choosing import choose_tokens
 from runtime.lowering.joining import join_products
-from runtime.place import GPU, HOST, Array, DeviceArray, Place, element_type
+from runtime.place import GPU, HOST, Array, DeviceArray, Place
 
 ExecutionProvider = Literal["auto", "cpu", "cuda"]
 
-ORT_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    *(kind for kind in vars(ort_state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
-)
-"""Everything ONNX Runtime raises; its exceptions have no common base of their own."""
 CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
@@ -95,14 +90,6 @@ class Session:
         """
         self.place = place or place_for(ep)
         self.records = cuda_graph and self.place.device == "cuda"
-        if self.records and any(spec.dtype == "bfloat16" for spec in (*graph.io.inputs, *graph.io.outputs)):
-            # NumPy has no such type, so its arrays are bound anew for each run, and a recording would keep the first.
-            raise Refused(
-                "--cuda-graph",
-                expected="a package in float16",
-                found=f"bfloat16 in {graph.path.name}",
-                remedy="export with --dtype float16, or leave it out",
-            )
         self._recorded = 0
         self.unrecorded = 0
         """Runs that were to be recorded after the session had as many as it keeps."""
@@ -140,12 +127,7 @@ class Session:
         NumPy arrays may be changed between runs; where the session wants them on a device, each run copies them to and
         from memory there. capture: record the run the first time, as far as the session still may.
         """
-        run = BoundRun(self._session, (inputs, outputs))
-        wanted = {} if self.place.is_host else self._input_devices()
-        for name, array in inputs.items():
-            run.bind_input(name, array, wanted.get(name, "cpu"))
-        for name, array in outputs.items():
-            run.bind_output(name, array, "cpu" if self.place.is_host else self.place.device)
+        run = BoundRun(self._session, self.place, inputs, outputs, () if self.place.is_host else self._kept_on_host())
         if self.records:
             record = capture and self._recorded < MAX_RECORDED
             self._recorded += record
@@ -153,35 +135,24 @@ class Session:
             run.graph_id = self._recorded if record else -1
         return run
 
-    def _input_devices(self) -> dict[str, str]:
-        """Where the session wants each input: some kernels read one on the host."""
+    def _kept_on_host(self) -> list[str]:
+        """Inputs that kernels read on the host, although the graph runs on a device."""
+        if self.place.device == "cpu":
+            return []
         infos = self._session.get_input_memory_infos()
         names = (entry.name for entry in self._session.get_inputs())
-        return {
-            name: "cpu" if "cpu" in str(info.name).lower() else self.place.device
-            for name, info in zip(names, infos, strict=True)
-        }
+        return [name for name, info in zip(names, infos, strict=True) if "cpu" in str(info.name).lower()]
 
 
 def _edits(place: Place) -> list[Edit]:
     """What makes a graph fit for a device: nothing goes to the host that need not, and fewer kernels are launched."""
     if place.is_host:
         return []
-    return [choose_tokens, join_products, absorb_splits, *([absorb_rotations] if place.device == "cuda" else [])]
+    return [choose_tokens, join_products, *([absorb_rotations] if place.device == "cuda" else [])]
 
 
 MAX_RECORDED = 48
 """Recorded runs of a session; each keeps memory of its own, and later shapes are run without."""
-
-
-def _bind(bind: Callable[..., None], name: str, array: Array | DeviceArray) -> None:
-    """The runtime takes the address alone and would read past any stride."""
-    if isinstance(array, DeviceArray):
-        bind(name, array.device, 0, element_type(array.dtype), array.shape, array.address)
-        return
-    if not array.flags.c_contiguous:
-        raise AssertionError("only C-contiguous arrays can be bound")
-    bind(name, "cpu", 0, element_type(array.dtype), array.shape, int(array.__array_interface__["data"][0]))
 
 
 def bare_session(model: bytes, place: Place) -> ort.InferenceSession:
@@ -201,92 +172,3 @@ def _providers(place: Place, cuda_graph: bool = False) -> list[Any]:
         return [CPU_PROVIDER]
     options = {"use_tf32": "0", **({"enable_cuda_graph": "1"} if cuda_graph else {})}
     return [(CUDA_PROVIDER, options), CPU_PROVIDER]
-
-
-def bind_arrays(
-    session: ort.InferenceSession, inputs: Mapping[str, Array | DeviceArray], outputs: Mapping[str, DeviceArray]
-) -> None:
-    """Binds everything anew and runs, for runs that are too rare to be kept."""
-    binding = session.io_binding()
-    for name, array in inputs.items():
-        _bind(binding.bind_input, name, array)
-    for name, output in outputs.items():
-        _bind(binding.bind_output, name, output)
-    try:
-        session.run_with_iobinding(binding)
-    except ORT_ERRORS as error:
-        raise MachineError(f"ONNX Runtime failed to move states: {one_line(error)}") from error
-
-
-@dataclass
-class Upload:
-    """An array and its memory on a device, which gets what has changed since the last time."""
-
-    array: Array
-    value: ort.OrtValue
-    _sent: Array | None = None
-
-    def send(self) -> bool:
-        """Whether anything had to be copied."""
-        if self._sent is not None and np.array_equal(self._sent, self.array):
-            return False
-        self.value.update_inplace(self.array)
-        self._sent = self.array.copy()
-        return True
-
-
-class BoundRun:
-    """One prepared run; it keeps its arrays alive because the runtime only holds their addresses.
-
-    graph_id: number of the recorded run, -1 for none of them; 0 where the session records nothing.
-    """
-
-    def __init__(self, session: ort.InferenceSession, arrays: tuple[Any, Any]) -> None:
-        self._session = session
-        self._binding = session.io_binding()
-        self._arrays = arrays
-        self._uploads: list[Upload] = []
-        self._anew: dict[str, Array] = {}
-        self._downloads: list[tuple[Array, ort.OrtValue]] = []
-        self.graph_id = 0
-
-    def bind_input(self, name: str, array: Array | DeviceArray, device: str) -> None:
-        if isinstance(array, DeviceArray) or device == "cpu":
-            _bind(self._binding.bind_input, name, array)
-        elif element_type(array.dtype) is array.dtype.type:
-            value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device, 0)
-            self._binding.bind_ortvalue_input(name, value)
-            self._uploads.append(Upload(array, value))
-        else:  # a type that NumPy does not know cannot be copied by itself, but binding copies it
-            self._anew[name] = array
-
-    def bind_output(self, name: str, array: Array | DeviceArray, device: str) -> None:
-        if isinstance(array, DeviceArray) or device == "cpu" or element_type(array.dtype) is not array.dtype.type:
-            _bind(self._binding.bind_output, name, array)
-            return
-        value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device, 0)
-        self._binding.bind_ortvalue_output(name, value)
-        self._downloads.append((array, value))
-
-    def run(self) -> None:
-        try:
-            self._upload()
-            if self.graph_id:
-                options = ort.RunOptions()
-                options.add_run_config_entry("gpu_graph_id", str(self.graph_id))
-                self._session.run_with_iobinding(self._binding, options)
-            else:
-                self._session.run_with_iobinding(self._binding)
-            for array, value in self._downloads:
-                array[...] = value.numpy()
-        except ORT_ERRORS as error:
-            raise MachineError(f"ONNX Runtime failed in the middle of a run: {one_line(error)}") from error
-
-    def _upload(self) -> None:
-        for name, array in self._anew.items():
-            _bind(self._binding.bind_input, name, array)
-        sent = [upload for upload in self._uploads if upload.send()]
-        if sent:
-            # A copy from pageable memory may return before it has arrived, and the session's stream does not wait for
-            # the stream of these copies; reading back does.
-            min(sent, key=lambda upload: upload.array.nbytes).value.numpy()

@@ -7,17 +7,20 @@ place: the same memory is bound as a graph's input and its output.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 from onnxscript import GraphBuilder
 
+from runtime.bound_run import BoundRun
 from runtime.fixed_state import StateGeometry
 from runtime.place import Array, DeviceArray, Place
-from runtime.session import bare_session, bind_arrays
+from runtime.session import bare_session
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 OPSET = 21
@@ -27,8 +30,6 @@ Values = Mapping[str, ir.Value]
 Shape = tuple[int | str, ...]
 Input = tuple[ir.DataType, Shape]
 INDEX: Input = (INT64, ("M",))
-
-
 PIECE = 32
 """Values that one thread moves."""
 
@@ -38,45 +39,20 @@ def piece_of(shape: tuple[int, ...]) -> int:
     return math.gcd(shape[-1], PIECE)
 
 
+MAX_KEPT_RUNS = 64
+
+
 class StateMoves:
-    """Gather, copy and replay for the two kinds of states of a geometry, whose convolutions are of `conv_type`."""
+    """Gather, copy and replay for the two kinds of states of a geometry, whose convolutions are of `conv_type`.
+
+    Runs over the same memory are kept bound: what a step moves, the next one often moves, too.
+    """
 
     def __init__(self, geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> None:
         self._place = place
         self._shapes = {"conv": geometry.conv, "recurrent": geometry.recurrent}
-        self._sessions = {}
-        replays = {"conv": _replay_conv, "recurrent": _replay_recurrent}
-        updates = {
-            "conv": (geometry.capacity, geometry.conv[0]),
-            "recurrent": (geometry.capacity * geometry.capsule_width,),
-        }
-        for kind, dtype in (("conv", conv_type), ("recurrent", FLOAT)):
-            shape = self._shapes[kind]
-            bank: Input = (dtype, ("N", *shape))
-            pieces: Input = (dtype, ("P", piece_of(shape)))
-            self._sessions[f"gather_{kind}"] = self._load({"bank": bank, "source": INDEX}, _gather, bank)
-            copied: dict[str, Input] = {
-                "pieces": pieces,
-                "states": (dtype, ("R", *shape)),
-                "row": INDEX,
-                "target": INDEX,
-            }
-            self._sessions[f"copy_{kind}"] = self._load(copied, partial(_copy, shape=shape), pieces)
-            if geometry.capacity:
-                moved: dict[str, Input] = {"bank": bank, "pieces": pieces, "updates": (dtype, ("R", *updates[kind]))}
-                moved |= dict.fromkeys(("source", "row", "kept", "target"), INDEX)
-                self._sessions[f"replay_{kind}"] = self._load(moved, partial(replays[kind], geometry=geometry), pieces)
-
-    def _load(self, inputs: Mapping[str, Input], build: Callable[[Op, Values], ir.Value], made: Input) -> Any:
-        """made: the type and shape of what `build` gives, its first axis aside."""
-        graph = ir.Graph(inputs=[], outputs=[], nodes=[], name="move", opset_imports={"": OPSET})
-        builder = GraphBuilder(graph)
-        values = {name: builder.input(name, dtype, list(shape)) for name, (dtype, shape) in inputs.items()}
-        out = build(builder.op, values)
-        out.name, out.dtype, out.shape = "out", made[0], ir.Shape(["M", *made[1][1:]])
-        graph.outputs.append(out)
-        model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-        return bare_session(model, self._place)
+        self._sessions = _sessions(geometry, place, conv_type)
+        self._runs: OrderedDict[tuple[object, ...], BoundRun] = OrderedDict()
 
     def gather(self, kind: str, bank: DeviceArray, source: Array, out: DeviceArray) -> None:
         """out[i] = bank[source[i]]."""
@@ -97,13 +73,55 @@ class StateMoves:
         return bank.reshape(math.prod(bank.shape) // piece, piece)
 
     def _run(self, name: str, inputs: Mapping[str, Array | DeviceArray], out: DeviceArray) -> None:
-        bind_arrays(self._sessions[name], inputs, {"out": out})
+        arrays = [*inputs.values(), out]
+        key = (name, *(a.address if isinstance(a, DeviceArray) else 0 for a in arrays), *(a.shape for a in arrays))
+        if key not in self._runs:
+            own = {name: array if isinstance(array, DeviceArray) else array.copy() for name, array in inputs.items()}
+            self._runs[key] = BoundRun(self._sessions[name], self._place, own, {"out": out})
+            if len(self._runs) > MAX_KEPT_RUNS:
+                self._runs.popitem(last=False)
+        self._runs.move_to_end(key)
+        run = self._runs[key]
+        for index, array in inputs.items():
+            kept = run.inputs[index]
+            if not isinstance(array, DeviceArray) and not isinstance(kept, DeviceArray):
+                kept[...] = array
+        run.run()
 
 
 @lru_cache(maxsize=8)
-def state_moves(geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> StateMoves:
-    """The moves of a geometry, loaded once however many engines there are."""
-    return StateMoves(geometry, place, conv_type)
+def _sessions(geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> Mapping[str, ort.InferenceSession]:
+    """The graphs of every move, by name, loaded once however many engines there are."""
+    replays = {"conv": _replay_conv, "recurrent": _replay_recurrent}
+    widths = {
+        "conv": (geometry.capacity, geometry.conv[0]),
+        "recurrent": (geometry.capacity * geometry.capsule_width,),
+    }
+    sessions = {}
+    for kind, dtype, shape in (("conv", conv_type, geometry.conv), ("recurrent", FLOAT, geometry.recurrent)):
+        bank: Input = (dtype, ("N", *shape))
+        pieces: Input = (dtype, ("P", piece_of(shape)))
+        sessions[f"gather_{kind}"] = _load(place, {"bank": bank, "source": INDEX}, _gather, bank)
+        copied: dict[str, Input] = {"pieces": pieces, "states": (dtype, ("R", *shape)), "row": INDEX, "target": INDEX}
+        sessions[f"copy_{kind}"] = _load(place, copied, partial(_copy, shape=shape), pieces)
+        if geometry.capacity:
+            moved: dict[str, Input] = {"bank": bank, "pieces": pieces, "updates": (dtype, ("R", *widths[kind]))}
+            moved |= dict.fromkeys(("source", "row", "kept", "target"), INDEX)
+            sessions[f"replay_{kind}"] = _load(place, moved, partial(replays[kind], geometry=geometry), pieces)
+    return sessions
+
+
+def _load(
+    place: Place, inputs: Mapping[str, Input], build: Callable[[Op, Values], ir.Value], made: Input
+) -> ort.InferenceSession:
+    """made: the type and shape of what `build` gives, its first axis aside."""
+    graph = ir.Graph(inputs=[], outputs=[], nodes=[], name="move", opset_imports={"": OPSET})
+    builder = GraphBuilder(graph)
+    values = {name: builder.input(name, dtype, list(shape)) for name, (dtype, shape) in inputs.items()}
+    out = build(builder.op, values)
+    out.name, out.dtype, out.shape = "out", made[0], ir.Shape(["M", *made[1][1:]])
+    graph.outputs.append(out)
+    return bare_session(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString(), place)
 
 
 def _gather(op: Op, values: Values) -> ir.Value:

@@ -24,6 +24,7 @@ class Fetch(NamedTuple):
     """What only some runs need. checkpoints: on steps that draft, because on others the graph makes none."""
 
     logits: bool
+    hidden: bool
     checkpoints: bool
     num_scored: int
     capture: bool
@@ -50,19 +51,22 @@ class TargetModel:
         *,
         scored: Sequence[int] | None = None,
         with_logits: bool = True,
+        with_hidden: bool = True,
         capture: bool = False,
     ) -> Prepared:
         """What the run gives, valid until the next run of the same shape.
 
-        scored: packed rows that choose a token, None for all; with_logits: they are looked at, too. Both are heeded
-        where the graph chooses, else all logits are there. capture: the shape will come again, so the run may be
-        recorded where the session records.
+        scored: packed rows that choose a token, None for all; with_logits, with_hidden: somebody looks at their logits,
+        at hidden states. All are heeded where the graph chooses, else everything is there. capture: the shape will come
+        again, so the run may be recorded where the session records.
         """
         shape = shape_of(segments)
         if scored is None or self.on_run:
             scored = range(shape.num_tokens)
+        everything = self._place.is_host or self.on_run is not None
         fetch = Fetch(
-            logits=with_logits or self._place.is_host or self.on_run is not None,
+            logits=with_logits or everything,
+            hidden=with_hidden or everything,
             checkpoints=self.package.checkpoints > 0 and self._place.is_host and any(capture_counts),
             num_scored=max(1, len(scored)),
             capture=capture and self._records(shape) and self.on_run is None and not with_logits,
@@ -95,7 +99,7 @@ class TargetModel:
         choice = None if self._place.is_host else Choice.of(fetch.num_scored, io, self._place)
         num_rows = fetch.num_scored if choice else shape.num_tokens
         logits = row_output(io, contract.LOGITS, num_rows if fetch.logits else 0, self._place)
-        hidden = row_output(io, contract.HIDDEN_STATES, shape.num_tokens, self._place)
+        hidden = row_output(io, contract.HIDDEN_STATES, shape.num_tokens if fetch.hidden else 0, self._place)
         states_in, states_out = (view.inputs, view.outputs) if view else ({}, {})
         checkpoints = self.states.checkpoints(view) if self.states and view and fetch.checkpoints else {}
         bound = self._session.bind(
@@ -109,7 +113,7 @@ class TargetModel:
             {
                 **({contract.LOGITS: logits} if fetch.logits else {}),
                 **(choice.outputs if choice else {}),
-                contract.HIDDEN_STATES: hidden,
+                **({contract.HIDDEN_STATES: hidden} if fetch.hidden else {}),
                 **self._cache.outputs,
                 **states_out,
                 **checkpoints,

@@ -8,28 +8,6 @@ ROTARY, QUERY_NORM, KEY_NORM = (8, 9), 12, 13
 """Inputs of PagedAttention: cosine and sine tables, and the weights that normalize queries and keys."""
 
 
-def absorb_splits(model: ir.Model) -> None:
-    """GatedDeltaNet takes q, k and v as one packed [T, 2 Hk dk + Hv dv], as the convolution gives them.
-
-    The op tells heads and head sizes from its state, which it has to have then, as every graph of ours has.
-    """
-    for node in list(model.graph):
-        if node.op_type == "GatedDeltaNet":
-            _absorb_split(model.graph, node)
-
-
-def _absorb_split(graph: ir.Graph, node: ir.Node) -> None:
-    reshapes = [_sole(node.inputs[index], "Reshape") for index in range(3)]
-    splits = [_sole(reshape.inputs[0], "Split") if reshape else None for reshape in reshapes]
-    split = splits[0]
-    if split is None or list(split.outputs) != [reshape.inputs[0] for reshape in reshapes if reshape]:
-        return
-    node.replace_input_with(0, split.inputs[0])
-    node.replace_input_with(1, None)
-    node.replace_input_with(2, None)
-    graph.remove([*(reshape for reshape in reshapes if reshape), split], safe=True)
-
-
 def absorb_rotations(model: ir.Model) -> None:
     """PagedAttention normalizes and rotates queries and keys itself.
 

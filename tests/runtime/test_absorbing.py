@@ -6,16 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 
-from runtime import EngineOptions
-from runtime.loading import LoadedPackage
-from runtime.lowering.absorbing import absorb_rotations, absorb_splits
-from runtime.recording import dump
-from runtime.session import Session
+from runtime.lowering.absorbing import absorb_rotations
 
 
 def counts(model: ir.Model) -> Counter[str]:
@@ -30,46 +25,6 @@ def feeding(proto: Any, name: str) -> list[str]:
         found.append(makers[name].op_type)
         name = makers[name].input[0]
     return found
-
-
-def test_the_delta_rule_is_fed_the_convolution_as_it_is(trained_folder: Path) -> None:
-    model = ir.load(trained_folder / "model.onnx")
-    before = counts(model)
-    absorb_splits(model)
-    layers = before["GatedDeltaNet"]
-    assert layers
-    assert before - counts(model) == Counter({"Split": layers, "Reshape": 3 * layers})
-    for node in model.graph:
-        if node.op_type == "GatedDeltaNet":
-            maker = node.inputs[0].producer() if node.inputs[0] else None
-            assert maker and maker.op_type == "VarlenCausalConvWithState"
-            assert node.inputs[1:3] == (None, None)
-            assert node.inputs[6] is not None, "the state tells heads and sizes"
-
-
-def test_a_split_in_another_order_stays(trained_folder: Path) -> None:
-    model = ir.load(trained_folder / "model.onnx")
-    for node in model.graph:
-        if node.op_type == "GatedDeltaNet":
-            query, key = node.inputs[:2]
-            node.replace_input_with(0, key)
-            node.replace_input_with(1, query)
-    before = counts(model)
-    absorb_splits(model)
-    assert counts(model) == before
-
-
-def test_packed_rows_give_the_same_numbers(
-    trained: LoadedPackage, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through the CPU's kernel, prompt and drafted steps alike."""
-    options = EngineOptions(num_blocks=4, max_batch_size=1)
-    plain = dump(trained, prompts[3], 3, options)
-    packed = Session(trained.package.target, "cpu", edit=absorb_splits)
-    monkeypatch.setattr(trained, "target", packed)
-    arrays = dump(trained, prompts[3], 3, options)
-    for name, expected in plain.items():
-        np.testing.assert_allclose(arrays[name], expected, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("graph", ["model.onnx", "mtp.onnx"])

@@ -211,7 +211,7 @@ def test_checkpoints_are_bound_where_a_step_drafts_and_nowhere_else(
     def watched(self: TargetModel, rows: Any, view: Any, counts: Any, **more: Any) -> Any:
         outputs = run(self, rows, view, counts, **more)
         prepared = next(reversed(self._runs._kept.values()))
-        seen.append((any(counts), names <= set(prepared.bound._arrays[1])))
+        seen.append((any(counts), names <= set(prepared.bound.outputs)))
         return outputs
 
     monkeypatch.setattr(TargetModel, "run", watched)
@@ -257,7 +257,7 @@ def test_an_undrafted_step_has_no_rows_of_checkpoints(
     model, states = started(dense, prompts[:4])
     view = states.view(range(4))
     model.run(segments(prompts, range(4), LENGTHS), view, [4, 2, 0, 3] if drafted else [0] * 4)
-    inputs, _ = next(reversed(model._runs._kept.values())).bound._arrays
+    inputs = next(reversed(model._runs._kept.values())).bound.inputs
     found = dense.target._session.run(contract.checkpoint_names(dense.package.linear_layers), dict(inputs))
     assert {array.shape[:2] for array in found} == {(rows, 4)}
 

@@ -63,11 +63,10 @@ def test_nothing_is_read_before_the_last_run_of_a_chain(
     later = [run.bound for key, run in engine.proposer.head._runs._kept.items() if key[2] in (1, 2)]
     assert later
     for bound in later:
-        inputs, outputs = bound._arrays
-        assert isinstance(inputs[contract.INPUT_IDS], DeviceArray)
-        assert isinstance(inputs[contract.HIDDEN_STATES], DeviceArray)
-        assert isinstance(inputs[SCORED_ROWS], np.ndarray)
-        assert all(isinstance(array, DeviceArray) for array in outputs.values())
+        assert isinstance(bound.inputs[contract.INPUT_IDS], DeviceArray)
+        assert isinstance(bound.inputs[contract.HIDDEN_STATES], DeviceArray)
+        assert isinstance(bound.inputs[SCORED_ROWS], np.ndarray)
+        assert all(isinstance(array, DeviceArray) for array in bound.outputs.values())
 
 
 def test_drafts_of_no_number_are_an_error(addressed: LoadedPackage, prompts: list[list[int]]) -> None:
