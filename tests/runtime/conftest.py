@@ -16,6 +16,7 @@ from fixtures import TRAINED
 from runtime.loading import LoadedPackage
 from runtime.place import Place
 from runtime.session import Session
+from tests.runtime.gpu import TRAINED_ONES
 
 ADDRESSED = Place("cpu", widened=True, is_host=False)
 """A CPU whose memory is addressed as a GPU's is."""
@@ -66,3 +67,22 @@ class Addressed:
 @pytest.fixture(scope="session")
 def addressed(trained: LoadedPackage) -> LoadedPackage:
     return cast(LoadedPackage, Addressed(trained))
+
+
+@pytest.fixture(scope="module", params=TRAINED_ONES, ids=lambda folder: folder.name)
+def model_checkpoint(request: pytest.FixtureRequest) -> Path:
+    """A trained checkpoint: dense, and mixtures of two dialects."""
+    return Path(request.param)
+
+
+@pytest.fixture(scope="module")
+def model_package(model_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "package"
+    builder.export(model_checkpoint, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_answers(model_checkpoint: Path) -> Mapping[str, NDArray[Any]]:
+    """transformers' answers on that checkpoint."""
+    return dict(np.load(model_checkpoint / "reference.npz"))

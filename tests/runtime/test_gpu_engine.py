@@ -1,0 +1,112 @@
+"""Packages as they are in onnxruntime-genai's Engine on a GPU, beside our runtime and transformers' answers.
+
+Skipped, and counted so, where there is no GPU or no Engine that can use one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import builder
+import runtime
+from runtime import EngineOptions
+from runtime.session import missing_for_gpu
+from tests.runtime.gpu import OTHERS, TIE, run, texts, unexplained
+
+pytestmark = pytest.mark.skipif(missing_for_gpu() is not None, reason=str(missing_for_gpu()))
+
+PLAIN = json.dumps({"model": {"mtp": {"enabled": False}}})
+
+
+@dataclass(frozen=True)
+class Client:
+    """What the Engine made of some prompts."""
+
+    texts: list[list[int]]
+    accepted: int
+    evaluated: int
+
+
+def engine(package: Path, prompts: list[list[int]], new_tokens: int, *, drafts: bool, batch: int) -> Client:
+    """All prompts at once, `batch` of them in a step, greedily; drafts: as many as the package says."""
+    og = pytest.importorskip("onnxruntime_genai")
+    config = og.Config(str(package))
+    config.clear_providers()
+    config.append_provider("cuda")
+    config.overlay(json.dumps({"engine": {"dynamic_batching": {"max_batch_size": batch}}}))
+    if not drafts:
+        config.overlay(PLAIN)
+    client = og.Engine(og.Model(config))
+    events = client.create_event_buffer(64 * batch)
+    requests = []
+    for prompt in prompts:
+        request = client.create_request()
+        options = og.TurnOptions(request)
+        options.set_max_generated_tokens(new_tokens)
+        options.set_do_sample(False)
+        request.begin_turn(np.array(prompt, np.int32), options)
+        requests.append(request)
+    found: list[list[int]] = [[] for _ in prompts]
+    while client.has_pending_requests():
+        for event in client.run(events):
+            if int(event.flags) & int(og.EngineEventFlags.TOKEN):
+                index = next(index for index, request in enumerate(requests) if request is event.request)
+                found[index].append(int(event.token))
+    for request in requests:
+        request.close()
+    stats = client.get_speculative_stats() if drafts else {"draft_tokens_accepted": 0, "draft_tokens_evaluated": 0}
+    return Client(found, stats["draft_tokens_accepted"], stats["draft_tokens_evaluated"])
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_engine_gives_our_tokens_but_at_ties(
+    model_package: Path, model_answers: Mapping[str, NDArray[Any]], drafts: int, batch: int
+) -> None:
+    """And we transformers' at least as often, and no fewer accepted drafts than it."""
+    prompts, greedy = texts(model_answers, "prompt"), texts(model_answers, "greedy")
+    prompts, greedy = (prompts * 2, greedy * 2) if batch > 8 else (prompts, greedy)
+    requests, ours = run(runtime.load(model_package, "cuda"), prompts, drafts, batch)
+    tokens = [request.token_ids for request in requests]
+    theirs = engine(model_package, prompts, 64, drafts=drafts > 0, batch=batch)
+    assert not unexplained(theirs.texts, tokens, model_answers)
+    as_transformers = [sum(a == b for a, b in zip(side, greedy, strict=True)) for side in (tokens, theirs.texts)]
+    print(f"as transformers: {as_transformers[0]} and {as_transformers[1]} of {len(prompts)}")
+    if not drafts:
+        assert as_transformers[0] >= as_transformers[1]
+        return
+    stats = ours.stats
+    print(
+        f"accepted: {stats.draft_tokens_accepted}/{stats.draft_tokens_evaluated}, {theirs.accepted}/{theirs.evaluated}"
+    )
+    rate = stats.draft_tokens_accepted / stats.draft_tokens_evaluated
+    assert rate > theirs.accepted / theirs.evaluated - 0.01
+
+
+@pytest.mark.parametrize("checkpoint", OTHERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(("weights", "drafts"), [("link", 0), ("copy", 3)])
+def test_every_kind_of_package_runs_in_the_engine(checkpoint: Path, weights: Any, drafts: int, tmp_path: Path) -> None:
+    """Linked and copied, every format and both spellings of the names; random weights, so drafts are mostly wrong."""
+    builder.export(checkpoint, tmp_path / "package", builder.ExportOptions(weights=weights))
+    reference = np.load(checkpoint / "reference.npz")
+    prompt, expected = reference["input_ids"][0].tolist(), reference["greedy_tokens"].tolist()
+    best = np.sort(reference["greedy_step_logits"], axis=-1)
+    leads = best[:, -1] - best[:, -2]
+    loaded = runtime.load(tmp_path / "package", "cuda")
+    drafting = min(drafts, loaded.package.max_draft_tokens)
+    ours = runtime.Engine(loaded, EngineOptions(num_blocks=4, max_batch_size=1, max_draft_tokens=drafting))
+    request = ours.submit(prompt, len(expected), drafting, ())
+    while ours.has_work:
+        ours.step()
+    theirs = engine(tmp_path / "package", [prompt], len(expected), drafts=drafting > 0, batch=1)
+    for name, tokens in (("ours", request.token_ids), ("the Engine's", theirs.texts[0])):
+        fork = next((i for i, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1]), None)
+        assert fork is None or leads[fork] < TIE, (name, fork, leads[fork])
