@@ -6,10 +6,10 @@ change outside of them can go below, and what the step takes beyond it is launch
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -17,7 +17,8 @@ import click
 import runtime
 from benchmarks.gpu import make, ready, timed
 
-NAME = re.compile(r"^(?:void )?([\w:~]+)")
+HOST_GAP = 50.0
+"""Microseconds without a kernel, from which on the device is taken to wait for the host."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,31 @@ class Kernel:
     microseconds: float
 
 
-def kernels(step: Callable[[], object], steps: int) -> list[Kernel]:
-    """Every kernel and copy of `steps` steps, the longest first."""
-    from torch.profiler import ProfilerActivity, profile
+@dataclass(frozen=True)
+class Profile:
+    """Kernels and copies of one step, the longest first; microseconds between two of them, and without any."""
 
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    kernels: list[Kernel]
+    between: float
+    waiting: float
+
+
+def profile(step: Callable[[], object], steps: int) -> Profile:
+    """Of `steps` steps, on average."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             step()
     rows = [(row.key, row.count, row.self_device_time_total) for row in found.key_averages()]
     listed = [Kernel(name, count / steps, time / steps) for name, count, time in rows if time]
-    return sorted(listed, key=lambda kernel: -kernel.microseconds)
+    events = [event.time_range for event in found.events() if event.device_type == DeviceType.CUDA]
+    spans = sorted((event.start, event.end) for event in events)
+    gaps = [max(0.0, after[0] - before[1]) for before, after in pairwise(spans)]
+    short = sum(gap for gap in gaps if gap < HOST_GAP)
+    return Profile(sorted(listed, key=lambda kernel: -kernel.microseconds), short / steps, (sum(gaps) - short) / steps)
 
 
 @click.command()
@@ -58,14 +74,14 @@ def main(
             for batch in batches:
                 engine = ready(loaded, drafts, batch, 3 * steps + 8)
                 seconds = timed(engine.step, steps, warm_up=6)
-                show(f"K={drafts}, batch {batch}", seconds, kernels(engine.step, steps), rows)
+                show(f"K={drafts}, batch {batch}", seconds, profile(engine.step, steps), rows)
 
 
-def show(case: str, seconds: float, found: list[Kernel], rows: int) -> None:
-    total = sum(kernel.microseconds for kernel in found)
-    count = sum(kernel.count for kernel in found)
-    click.echo(f"{case}: {1e3 * seconds:.2f} ms a step, {total / 1e3:.2f} ms of it in {count:.0f} kernels")
-    for kernel in found[:rows]:
+def show(case: str, seconds: float, found: Profile, rows: int) -> None:
+    total, count = sum(k.microseconds for k in found.kernels), sum(k.count for k in found.kernels)
+    click.echo(f"{case}: {1e3 * seconds:.2f} ms a step, {total / 1e3:.2f} ms of it in {count:.0f} kernels and copies")
+    click.echo(f"  while recorded: {found.between:.0f} us between them, {found.waiting:.0f} us waiting for the host")
+    for kernel in found.kernels[:rows]:
         click.echo(f"  {kernel.microseconds:9.1f} us {kernel.count:7.1f} x  {kernel.name[:150]}")
 
 

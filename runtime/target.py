@@ -77,7 +77,8 @@ class TargetModel:
             prepared.choice.rows[:] = scored
         if self.package.capacity:
             prepared.extra[contract.CAPTURE_COUNT][:] = capture_counts
-            prepared.extra[contract.CAPTURE_ACTIVE][0] = any(capture_counts)
+            # Kernels clear what they were told not to capture, and nobody reads what nobody captured.
+            prepared.extra[contract.CAPTURE_ACTIVE][0] = any(capture_counts) or (capture and not self._place.is_host)
         prepared.bound.run()
         if self.on_run:
             self.on_run(segments, (prepared.logits, prepared.hidden))
