@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from builder.checks import Check, judged
 from builder.errors import MachineError, Refused
+from runtime import agreement
 from runtime.generation import Ask, generate, options_for
 from runtime.limits import EngineOptions, check_request, draft_limit
 from runtime.loading import LoadedPackage
 from runtime.recording import dump
+from runtime.rounding import Rounding
 
 Arrays = Mapping[str, NDArray[Any]]
 TOLERANCE = 2e-3
@@ -146,6 +148,10 @@ def _one_prompt(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
     yield judged("reference prompt", judge)
     if not dumped:
         return
+    rounding = Rounding.of(package)
+    if rounding.is_half:
+        yield from agreement.checks(dumped[0], reference, drafts, rounding)
+        return
     for name, theirs in PAIRS.items():
         if theirs in reference and name in dumped[0]:
             yield judged(f"reference {name}", _bind(_close, name, dumped[0][name], reference[theirs]))
@@ -188,6 +194,8 @@ def _drafts(arrays: Arrays, reference: Arrays, drafts: int) -> str:
 
 def _many_prompts(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
     """Prompts that the package cannot serve fail by themselves, and the others are compared all the same."""
+    rounding = Rounding.of(package)
+    near_tie = rounding.near_tie if rounding.is_half else NEAR_TIE
     asks: dict[int, Ask] = {}
     refused: list[Check] = []
     for index in range(sum(name.startswith("prompt_") for name in reference)):
@@ -205,17 +213,17 @@ def _many_prompts(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
     for index, request in zip(asks, done, strict=True):
         theirs = reference[f"greedy_{index}"]
         margins = reference.get(f"margin_{index}", np.full(len(theirs), np.inf))
-        judge = _bind(_same_tokens, f"prompt {index}", request.token_ids, theirs.tolist(), margins)
+        judge = _bind(_same_tokens, f"prompt {index}", request.token_ids, theirs.tolist(), margins, near_tie)
         yield judged(f"reference prompt {index}", judge)
 
 
-def _same_tokens(name: str, ours: Sequence[int], theirs: Sequence[int], margins: NDArray[Any]) -> str:
+def _same_tokens(name: str, ours: Sequence[int], theirs: Sequence[int], margins: NDArray[Any], near_tie: float) -> str:
     """Up to where one of them stops, or up to a token that the reference itself was not sure of."""
     length = min(len(ours), len(theirs))
     fork = next((i for i in range(length) if ours[i] != theirs[i]), None)
     if fork is None:
         return f"{length} tokens equal"
-    if not margins[fork] <= NEAR_TIE:  # NaN is no tie
+    if not margins[fork] <= near_tie:  # NaN is no tie
         raise Refused(
             f"{name} token {fork}",
             expected=theirs[fork],
