@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 import builder
 import runtime
-from fixtures import CHECKPOINTS, TRAINED
-from runtime import Engine, EngineOptions, Request
+from fixtures import CHECKPOINTS, LAYERS, TRACED, TRAINED
+from runtime import Engine, EngineOptions, Request, VerifyOptions, verify
 from runtime.loading import LoadedPackage
 from runtime.recording import dump
-from runtime.session import missing_for_gpu
+from runtime.session import has_cpu_kernel, missing_for_gpu
 
 pytestmark = pytest.mark.skipif(missing_for_gpu() is not None, reason=str(missing_for_gpu()))
 
@@ -160,6 +160,31 @@ def test_logits_hidden_states_and_head_agree_with_transformers(name: str, tmp_pa
     for key, error in half.items():
         assert error < FLOAT16, (name, key)
         assert error < brain[key] / ROUNDING, (name, key)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", sorted(p.name for p in CHECKPOINTS.iterdir()))
+def test_verify_judges_by_the_rounding_of_the_type(name: str, dtype: Any, tmp_path: Path) -> None:
+    builder.export(CHECKPOINTS / name, tmp_path / "p", builder.ExportOptions(dtype=dtype))
+    found = verify(tmp_path / "p", VerifyOptions(ep="cuda", reference=CHECKPOINTS / name / "reference.npz"))
+    compared = [check for check in found.checks if check.name.startswith("reference")]
+    assert compared and all(check.ok for check in compared), [check.detail for check in compared]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_residual_stream_is_transformers_within_rounding(dtype: Any, tmp_path: Path) -> None:
+    builder.export(TRACED, tmp_path / "p", builder.ExportOptions(dtype=dtype))
+    np.savez(tmp_path / "r.npz", **np.load(TRACED / "reference.npz"), **np.load(LAYERS))
+    found = verify(tmp_path / "p", VerifyOptions(ep="cuda", reference=tmp_path / "r.npz", trace=True))
+    assert len(found.trace) == 4 and all(point.ok for point in found.trace), found.trace
+
+
+@pytest.mark.skipif(not has_cpu_kernel("com.microsoft", "GatedDeltaNet"), reason="the CPU lacks a kernel")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_residual_stream_is_the_cpus_within_rounding(checkpoint: Path, dtype: Any, tmp_path: Path) -> None:
+    builder.export(checkpoint, tmp_path / "p", builder.ExportOptions(dtype=dtype))
+    found = verify(tmp_path / "p", VerifyOptions(ep="cuda", trace=True))
+    assert len(found.trace) == 16 and all(point.ok for point in found.trace), found.trace
 
 
 def engine_texts(package: Path, prompts: list[list[int]], overlay: str | None) -> list[list[int]]:
