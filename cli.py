@@ -433,6 +433,11 @@ def _print_generation(result: Generation, texts: list[str | None], quiet: bool) 
 @click.option("--min-acceptance", type=click.FloatRange(0, 1), help="Smallest share of evaluated drafts to accept.")
 @click.option("--ep", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Execution provider.")
 @click.option("--deep", is_flag=True, help="Read every byte; fails for content that has no digest to compare with.")
+@click.option(
+    "--trace",
+    is_flag=True,
+    help="Name the first layer that is off: against layer_hidden_states of --reference, or a GPU against the CPU.",
+)
 @click.option("--junit", type=click.Path(path_type=Path), help="Also write the checks as JUnit XML.")
 @json_option
 @quiet_option
@@ -444,8 +449,10 @@ def verify(package: Path, junit: Path | None, as_json: bool, quiet: bool, **opti
         found = runtime.verify(package, runtime.VerifyOptions(**options), progress)
 
     def human() -> None:
-        from builder.display import table
+        from builder.display import table, trace
 
+        if found.trace:
+            trace([point.to_json() for point in found.trace])
         rows = [["ok" if check.ok else "FAILED", check.name, check.detail] for check in found.checks]
         table(str(package), ["", "check", "seen"], rows)
 

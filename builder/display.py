@@ -24,6 +24,18 @@ def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     Console().print(drawn)
 
 
+def trace(points: list[dict[str, Any]]) -> None:
+    """Relative errors of the residual stream, a line a layer; those beyond their limit are marked."""
+    parts = list(dict.fromkeys(point["part"] for point in points))
+    rows: dict[int, list[Any]] = {}
+    for point in points:
+        row = rows.setdefault(point["layer"], [point["layer"], point["kind"], f"{point['limit']:.1e}"])
+        error = point["error"]
+        row.append("no number !" if error is None else f"{error:.1e}{'' if error <= point['limit'] else ' !'}")
+    titles = ["relative error" if part == "layer" else f"relative error, {part}" for part in parts]
+    table("residual stream", ["layer", "kind", "limit", *titles], list(rows.values()))
+
+
 def facts(lines: Mapping[str, str]) -> None:
     """Short lines, their names side by side."""
     width = max(map(len, lines))

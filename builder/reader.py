@@ -17,6 +17,7 @@ from builder.errors import MachineError, Refused
 
 CONFIG_FILE = "genai_config.json"
 RE_EXPORT = "export the package again"
+EXPERT_OPS = ("MoE", "QMoE")
 MAX_DIGITS = 19
 """Of an offset or a length in bytes: more do not fit what ONNX Runtime reads them into."""
 
@@ -33,12 +34,16 @@ class DataRange:
 
 @dataclass(frozen=True)
 class GraphFile:
-    """An .onnx file, its interface, the data it refers to, and the positions its rotary tables cover."""
+    """An .onnx file, its interface, the data it refers to, and the positions its rotary tables cover.
+
+    mixture: whether it routes tokens to experts.
+    """
 
     path: Path
     io: IoSpec
     data: tuple[DataRange, ...] = ()
     positions: int = 0
+    mixture: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,7 @@ def _graph_file(folder: Path, name: str) -> GraphFile:
         IoSpec(_specs(path, "input", graph.input), _specs(path, "output", graph.output)),
         data,
         next((tensor.dims[0] for tensor in graph.initializer if _is_external(tensor) and _is_table(tensor)), 0),
+        any(node.op_type in EXPERT_OPS for node in graph.node),
     )
 
 

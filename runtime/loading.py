@@ -10,6 +10,7 @@ import onnx
 from builder import reader
 from builder.reader import GraphFile, Package
 from runtime import memory
+from runtime.lowering import Edit
 from runtime.session import ExecutionProvider, Session, place_for
 
 PACKED_OPS = {"MatMulBlockQuantizedFp4Weight": 2}
@@ -23,14 +24,14 @@ class LoadedPackage:
         self.package = package
         self.ep = ep
         self.cuda_graph = cuda_graph
-        self.target = _session(package.target, ep, cuda_graph)
+        self.target = open_session(package.target, ep, cuda_graph=cuda_graph)
         self._mtp: Session | None = None
 
     def mtp(self) -> Session:
         if self._mtp is None:
             if self.package.mtp is None:
                 raise AssertionError("the package has no MTP head")
-            self._mtp = _session(self.package.mtp, self.ep, self.cuda_graph)
+            self._mtp = open_session(self.package.mtp, self.ep, cuda_graph=self.cuda_graph)
         return self._mtp
 
 
@@ -45,10 +46,13 @@ def load(
     return LoadedPackage(reader.read(path, overlay), ep, cuda_graph=cuda_graph)
 
 
-def _session(graph: GraphFile, ep: ExecutionProvider, cuda_graph: bool) -> Session:
+def open_session(
+    graph: GraphFile, ep: ExecutionProvider, edit: Edit | None = None, *, cuda_graph: bool = False
+) -> Session:
+    """edit: a change to the graph, in memory. Raises MachineError where this machine cannot run it."""
     if place_for(ep).is_host:
         memory.require(_load_bytes(graph), f"the weights of {graph.path.name} in float32", "use a larger machine")
-    return Session(graph, ep, cuda_graph=cuda_graph)
+    return Session(graph, ep, edit, cuda_graph=cuda_graph)
 
 
 def _load_bytes(graph: GraphFile) -> int:

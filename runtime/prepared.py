@@ -62,6 +62,7 @@ class Prepared:
     """batch holds the packed inputs, extra the graph's other inputs; logits [T, vocab], hidden [T, hidden].
 
     choice: where the graph chooses itself; logits are then of its rows alone, and fetched only by runs prepared so.
+    taps: what was asked for beside that, [T, hidden] each.
     """
 
     batch: PackedBatch
@@ -70,6 +71,7 @@ class Prepared:
     hidden: Array
     bound: BoundRun
     choice: Choice | None = None
+    taps: tuple[Array, ...] = ()
 
     def best(self, rows: Sequence[int]) -> list[int]:
         """The best token of each of these rows."""

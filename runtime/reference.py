@@ -1,10 +1,18 @@
 """A package against another implementation's answers in an .npz file.
 
 Two layouts are known. One prompt: `input_ids` [1, T] with `logits` [1, T, vocab], and where they are there
-`last_hidden_state` [1, T, hidden], `mtp_logits`, `mtp_draft_tokens` [K] and `mtp_draft_logits` [K, vocab]. Many
+`last_hidden_state` [1, T, hidden], `mtp_logits`, `mtp_draft_tokens` [K] and `mtp_draft_logits` [K, vocab]; for a trace
+`layer_hidden_states` [L, T, hidden] or [L, 1, T, hidden], the residual stream behind each decoder layer. Many
 prompts: `prompt_I` [T] with `greedy_I` [N], the greedy continuation, and `margin_I` [N], the reference's own lead of
 each token's logit over the next best. read() refuses whatever is not of these types and shapes; how long and how wide
 arrays have to be, only the package can tell, and what does not fit it is a failed check.
+
+transformers' `output_hidden_states` gives the embedding first, then the stream behind each layer, but the last one only
+after the final norm. So keep `hidden_states[1:-1]`, which is L - 1 layers, or record the output of every decoder layer
+with a forward hook.
+
+A run in float32 is judged by its largest absolute difference. One in half precision, as on a GPU, is judged by what the
+roundings of its type may amount to (runtime/rounding.py, runtime/agreement.py).
 """
 
 from __future__ import annotations
@@ -18,10 +26,12 @@ from numpy.typing import NDArray
 
 from builder.checks import Check, judged
 from builder.errors import MachineError, Refused
+from runtime import agreement
 from runtime.generation import Ask, generate, options_for
 from runtime.limits import EngineOptions, check_request, draft_limit
 from runtime.loading import LoadedPackage
 from runtime.recording import dump
+from runtime.rounding import Rounding
 
 Arrays = Mapping[str, NDArray[Any]]
 TOLERANCE = 2e-3
@@ -30,6 +40,7 @@ NEAR_TIE = 4e-3
 """Logits closer than twice the tolerance may change places; behind such a token both go their own way."""
 PAIRS = {"logits": "logits", "hidden_states": "last_hidden_state", "mtp_logits": "mtp_logits"}
 """Arrays of a dump to arrays of a reference."""
+LAYERS = "layer_hidden_states"
 
 
 def read(path: Path) -> Arrays:
@@ -43,6 +54,9 @@ def read(path: Path) -> Arrays:
         raise Refused(path, expected="an .npz file", found=error, remedy="check --reference") from None
     if {"input_ids", "logits"} <= arrays.keys():
         _check_one_prompt(path, arrays)
+        _check_layers(path, arrays)
+    elif LAYERS in arrays:
+        raise _refused(f"{path} {LAYERS}", "input_ids and logits beside it", ", ".join(arrays))
     elif {"prompt_0", "greedy_0"} <= arrays.keys():
         _check_many_prompts(path, arrays)
     else:
@@ -71,6 +85,23 @@ def _check_one_prompt(path: Path, arrays: Arrays) -> None:
             raise _refused(f"{path} mtp_draft_logits", f"{due}, as mtp_draft_tokens and logits have it", chained.shape)
 
 
+def _check_layers(path: Path, arrays: Arrays) -> None:
+    """[L, T, hidden] or [L, 1, T, hidden], before the final norm."""
+    if LAYERS not in arrays:
+        return
+    found = _numbers(path, arrays, LAYERS, (3, 4))
+    rows = (arrays["input_ids"].size,) if found.ndim == 3 else (1, arrays["input_ids"].size)
+    if not len(found) or found.shape[1:-1] != rows:
+        raise _refused(f"{path} {LAYERS}", f"layers of {list(rows)} rows, one for each of input_ids", list(found.shape))
+    last = arrays.get("last_hidden_state", found[:0])
+    if last.size == found[-1].size and np.array_equal(last.ravel(), found[-1].ravel()):
+        raise _refused(
+            f"{path} {LAYERS}",
+            "every layer before the final norm (leave the last one out, or record it with a forward hook)",
+            "last_hidden_state as the last",
+        )
+
+
 def _check_many_prompts(path: Path, arrays: Arrays) -> None:
     count = sum(name.startswith("prompt_") for name in arrays)
     for name in arrays:
@@ -85,7 +116,7 @@ def _check_many_prompts(path: Path, arrays: Arrays) -> None:
         ):
             if tokens.ndim != 1 or not tokens.size:
                 raise _refused(f"{path} {name}", "[T], at least one token", list(tokens.shape))
-        if (margin := f"margin_{index}") in arrays and _numbers(path, arrays, margin, rank=1).shape != greedy.shape:
+        if (margin := f"margin_{index}") in arrays and _numbers(path, arrays, margin, (1,)).shape != greedy.shape:
             raise _refused(f"{path} {margin}", list(greedy.shape), list(arrays[margin].shape))
 
 
@@ -99,13 +130,13 @@ def _tokens(path: Path, arrays: Arrays, name: str) -> NDArray[Any]:
     return found
 
 
-def _numbers(path: Path, arrays: Arrays, name: str, rank: int | None = None) -> NDArray[Any]:
-    """Floating-point numbers, [T, N] or [1, T, N] if no other rank is given."""
+def _numbers(path: Path, arrays: Arrays, name: str, ranks: Sequence[int] = (2, 3)) -> NDArray[Any]:
+    """Floating-point numbers, [T, N] or [1, T, N] if no other ranks are given."""
     found = _present(path, arrays, name)
     if found.dtype.kind != "f":
         raise _refused(f"{path} {name}", "floating-point numbers", found.dtype)
-    if found.ndim not in ((2, 3) if rank is None else (rank,)):
-        raise _refused(f"{path} {name}", f"{rank or '2 or 3'} dimensions", list(found.shape))
+    if found.ndim not in ranks:
+        raise _refused(f"{path} {name}", f"{' or '.join(map(str, ranks))} dimensions", list(found.shape))
     return found
 
 
@@ -115,17 +146,27 @@ def _present(path: Path, arrays: Arrays, name: str) -> NDArray[Any]:
     return arrays[name]
 
 
+def layers(reference: Arrays) -> NDArray[Any] | None:
+    """The residual stream behind each decoder layer, [L, T, hidden], where the file holds it."""
+    found = reference.get(LAYERS)
+    return None if found is None else found.reshape(len(found), -1, found.shape[-1])
+
+
+def prompt(reference: Arrays) -> list[int] | None:
+    """input_ids as a list, or None of a file of many prompts."""
+    return [int(token) for token in reference["input_ids"].reshape(-1)] if "input_ids" in reference else None
+
+
 def compare(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
     """One check an array, or one a prompt. Raises MachineError where the package cannot run."""
-    if "input_ids" in reference:
-        yield from _one_prompt(package, reference)
+    if token_ids := prompt(reference):
+        yield from _one_prompt(package, reference, token_ids)
     else:
         yield from _many_prompts(package, reference)
 
 
-def _one_prompt(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
+def _one_prompt(package: LoadedPackage, reference: Arrays, token_ids: list[int]) -> Iterator[Check]:
     """As many drafts are chained as both have."""
-    token_ids = [int(token) for token in reference["input_ids"].reshape(-1)]
     given = len(reference.get("mtp_draft_tokens", ())) if package.package.mtp else 0
     drafts = min(given, draft_limit(package.package, None))
     dumped: list[Arrays] = []
@@ -145,6 +186,10 @@ def _one_prompt(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
 
     yield judged("reference prompt", judge)
     if not dumped:
+        return
+    rounding = Rounding.of(package)
+    if rounding.is_half:
+        yield from agreement.checks(dumped[0], reference, drafts, rounding)
         return
     for name, theirs in PAIRS.items():
         if theirs in reference and name in dumped[0]:
@@ -188,6 +233,8 @@ def _drafts(arrays: Arrays, reference: Arrays, drafts: int) -> str:
 
 def _many_prompts(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
     """Prompts that the package cannot serve fail by themselves, and the others are compared all the same."""
+    rounding = Rounding.of(package)
+    near_tie = rounding.near_tie if rounding.is_half else NEAR_TIE
     asks: dict[int, Ask] = {}
     refused: list[Check] = []
     for index in range(sum(name.startswith("prompt_") for name in reference)):
@@ -205,17 +252,17 @@ def _many_prompts(package: LoadedPackage, reference: Arrays) -> Iterator[Check]:
     for index, request in zip(asks, done, strict=True):
         theirs = reference[f"greedy_{index}"]
         margins = reference.get(f"margin_{index}", np.full(len(theirs), np.inf))
-        judge = _bind(_same_tokens, f"prompt {index}", request.token_ids, theirs.tolist(), margins)
+        judge = _bind(_same_tokens, f"prompt {index}", request.token_ids, theirs.tolist(), margins, near_tie)
         yield judged(f"reference prompt {index}", judge)
 
 
-def _same_tokens(name: str, ours: Sequence[int], theirs: Sequence[int], margins: NDArray[Any]) -> str:
+def _same_tokens(name: str, ours: Sequence[int], theirs: Sequence[int], margins: NDArray[Any], near_tie: float) -> str:
     """Up to where one of them stops, or up to a token that the reference itself was not sure of."""
     length = min(len(ours), len(theirs))
     fork = next((i for i in range(length) if ours[i] != theirs[i]), None)
     if fork is None:
         return f"{length} tokens equal"
-    if not margins[fork] <= NEAR_TIE:  # NaN is no tie
+    if not margins[fork] <= near_tie:  # NaN is no tie
         raise Refused(
             f"{name} token {fork}",
             expected=theirs[fork],

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 import onnxruntime as ort
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from builder.errors import MachineError, Refused, one_line
 from builder.reader import GraphFile
 from runtime.bound_run import ORT_ERRORS, BoundRun
+from runtime.kernels import has_cpu_kernel
 from runtime.lowering import Edit, edited, lower
 from runtime.lowering.absorbing import absorb_rotations
 from runtime.lowering.choosing import choose_tokens
@@ -24,20 +24,6 @@ from runtime.place import GPU, HOST, Array, DeviceArray, Place
 ExecutionProvider = Literal["auto", "cpu", "cuda"]
 
 CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
-
-
-@lru_cache(maxsize=1)
-def _cpu_kernels() -> frozenset[tuple[str, str]]:
-    """(domain, op) of every CPU kernel that takes float32, from the installed runtime's own registry."""
-    return frozenset(
-        (kernel.domain, kernel.op_name)
-        for kernel in ort_state.get_all_opkernel_def()
-        if kernel.provider == CPU_PROVIDER and "tensor(float)" in kernel.type_constraints.get("T", ["tensor(float)"])
-    )
-
-
-def has_cpu_kernel(domain: str, op_type: str) -> bool:
-    return (domain, op_type) in _cpu_kernels()
 
 
 def place_for(ep: ExecutionProvider) -> Place:

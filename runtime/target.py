@@ -33,8 +33,18 @@ class Fetch(NamedTuple):
 class TargetModel:
     """Runs packed steps. Caches change in place; states only in the inactive bank of a view."""
 
-    def __init__(self, package: Package, session: Session, num_blocks: int, block_size: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        package: Package,
+        session: Session,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        taps: Sequence[str] = (),
+    ) -> None:
+        """taps: outputs [num_tokens, hidden] that an edit added to the session's graph, fetched by every run."""
         self.package = package
+        self._taps = tuple(taps)
         self._session = session
         self._place = session.place
         self._block_size = block_size
@@ -101,6 +111,7 @@ class TargetModel:
         num_rows = fetch.num_scored if choice else shape.num_tokens
         logits = row_output(io, contract.LOGITS, num_rows if fetch.logits else 0, self._place)
         hidden = row_output(io, contract.HIDDEN_STATES, shape.num_tokens if fetch.hidden else 0, self._place)
+        taps = {name: np.empty_like(hidden) for name in self._taps}
         states_in, states_out = (view.inputs, view.outputs) if view else ({}, {})
         checkpoints = self.states.checkpoints(view) if self.states and view and fetch.checkpoints else {}
         bound = self._session.bind(
@@ -115,13 +126,14 @@ class TargetModel:
                 **({contract.LOGITS: logits} if fetch.logits else {}),
                 **(choice.outputs if choice else {}),
                 **({contract.HIDDEN_STATES: hidden} if fetch.hidden else {}),
+                **taps,
                 **self._cache.outputs,
                 **states_out,
                 **checkpoints,
             },
             capture=fetch.capture,
         )
-        return Prepared(batch, extra, logits, hidden, bound, choice)
+        return Prepared(batch, extra, logits, hidden, bound, choice, tuple(taps.values()))
 
 
 def _states(package: Package, num_slots: int, place: Place) -> FixedStates | None:

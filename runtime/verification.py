@@ -20,8 +20,10 @@ from runtime.generation import Ask, Generation, generate, options_for, read_asks
 from runtime.limits import EngineOptions, check_request, draft_limit
 from runtime.loading import LoadedPackage, load
 from runtime.recording import dump
+from runtime.rounding import Rounding
 from runtime.session import ExecutionProvider
 from runtime.text import Tokenizer
+from runtime.trace import Point, describe, trace
 
 PROMPTS = ("def main(argv=None):\n", "The capital of France is", "Once upon a time", "1, 2, 3, 4, 5,")
 NEW_TOKENS = 32
@@ -45,15 +47,19 @@ class VerifyOptions:
     min_acceptance: float | None = None
     ep: ExecutionProvider = "auto"
     deep: bool = False
+    trace: bool = False
 
 
 @dataclass(frozen=True)
 class Verification:
-    """checks in the order made. acceptance: drafts accepted and evaluated, by position."""
+    """checks in the order made. acceptance: drafts accepted and evaluated, by position. trace: where it was asked for,
+    the residual stream part by part.
+    """
 
     package: str
     checks: list[Check]
     acceptance: dict[str, Any] = field(default_factory=dict)
+    trace: tuple[Point, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -67,7 +73,13 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         checks = [{"name": check.name, "ok": check.ok, "detail": check.detail} for check in self.checks]
-        return {"ok": self.ok, "package": self.package, "checks": checks, "acceptance": self.acceptance}
+        return {
+            "ok": self.ok,
+            "package": self.package,
+            "checks": checks,
+            "acceptance": self.acceptance,
+            "trace": [point.to_json() for point in self.trace],
+        }
 
 
 def verify(path: str | Path, options: VerifyOptions | None = None, progress: Progress = silent) -> Verification:
@@ -82,18 +94,22 @@ def verify(path: str | Path, options: VerifyOptions | None = None, progress: Pro
         reason = "the package cannot be read" if machine else "the package contradicts itself"
         return Verification(str(path), [*checks, Check(RUN, False, f"not run: {reason}", machine=machine)])
     accepted: dict[str, Any] = {}
+    points: list[Point] = []
     try:
         loaded = load(folder, options.ep)
+        _check_trace(loaded, options, answers or {})
         checks.append(_kernels(loaded))
         plan = _plan(loaded, options, checks)
         accepted = _run(loaded, plan, options, checks, progress)
         if answers is not None:
             checks += reference.compare(loaded, answers)
+        if options.trace:
+            checks.append(_trace(loaded, plan, answers or {}, points))
     except UsageError:
         raise
     except DraftsmithError as error:
         checks.append(Check(RUN, False, str(error), machine=isinstance(error, MachineError)))
-    return Verification(str(path), checks, accepted)
+    return Verification(str(path), checks, accepted, tuple(points))
 
 
 class UsageError(Refused):
@@ -114,6 +130,30 @@ def _check_options(options: VerifyOptions) -> None:
     floor = options.min_acceptance
     if floor is not None and not 0 <= floor <= 1:  # NaN is neither
         raise UsageError("--min-acceptance", expected="a share from 0 to 1", found=floor, remedy="choose another")
+
+
+def _check_trace(loaded: LoadedPackage, options: VerifyOptions, answers: reference.Arrays) -> None:
+    """Raises UsageError where there is nothing to compare the stream with: on a CPU it is that of float32 already."""
+    if options.trace and loaded.target.place.is_host and reference.layers(answers) is None:
+        raise UsageError(
+            "--trace",
+            expected=f"a --reference with {reference.LAYERS}, or a GPU to compare with float32 on the CPU",
+            found="neither",
+            remedy="record every decoder layer's output for a prompt in another implementation, or use --ep cuda",
+        )
+
+
+def _trace(loaded: LoadedPackage, plan: _Plan, answers: reference.Arrays, points: list[Point]) -> Check:
+    """Adds what was found to `points`, sound or not."""
+    layers = reference.layers(answers)
+    token_ids = reference.prompt(answers) or plan.asks[0].token_ids
+    against = f"{'float32 on the CPU' if layers is None else 'the reference'}, {len(token_ids)} tokens"
+
+    def judge() -> str:
+        points.extend(trace(loaded, token_ids, layers))
+        return describe(points, against)
+
+    return judged("trace", judge)
 
 
 def _kernels(loaded: LoadedPackage) -> Check:
@@ -266,7 +306,8 @@ def _equal(
             return f"{len(plain)} tokens equal with {drafts} drafts a step"
         at = min(len(plain), len(speculative)) if fork is None else fork
         lead = _lead(loaded, [*ask.token_ids, *plain[:at]])
-        if not lead <= ROUNDING:  # NaN is no tie
+        rounding = Rounding.of(loaded)
+        if not lead <= (rounding.near_tie if rounding.is_half else ROUNDING):  # NaN is no tie
             raise Refused(
                 f"prompt {index} token {at}",
                 expected=f"{list(plain[at : at + 1])}, by {lead:.2e} in the plain logits",

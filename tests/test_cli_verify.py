@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from cli import main
-from fixtures import TRAINED
+from fixtures import LAYERS, TRACED, TRAINED
 
 
 def invoke(*arguments: object) -> Result:
@@ -69,6 +71,55 @@ def test_unchecked_content_of_links_is_listed_and_fails_deep(tmp_path: Path) -> 
     assert deep.exit_code == 1
     wrong = [check for check in json.loads(deep.stdout)["checks"] if not check["ok"]]
     assert {check["name"] for check in wrong} == {f"file {path.name}" for path in TRAINED.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traced") / "package"
+    assert invoke("export", TRACED, folder, "-q").exit_code == 0
+    return folder
+
+
+def with_layers(path: Path, factor: float) -> Path:
+    """transformers' answers, the layers from the second on times `factor`."""
+    arrays = {**np.load(TRACED / "reference.npz"), **np.load(LAYERS)}
+    arrays["layer_hidden_states"][1:] *= factor
+    np.savez(path, **arrays)
+    return path
+
+
+def test_a_trace_is_a_table_and_a_list(traced: Path, tmp_path: Path) -> None:
+    arguments = ["verify", traced, "--ep", "cpu", "--trace", "--reference", with_layers(tmp_path / "r.npz", 1.0)]
+    shown = invoke(*arguments)
+    assert shown.exit_code == 0 and "residual stream" in shown.stdout and "!" not in shown.stdout
+    rows = re.findall(r"│ (\d) +│ (\w+)_attention +│ \d\.\de-\d\d │ \d\.\de-\d\d +│", shown.stdout)
+    assert rows == [("0", "linear"), ("1", "linear"), ("2", "linear"), ("3", "full")]
+    document: Any = json.loads(invoke(*arguments, "--json").stdout)
+    assert [point.keys() for point in document["trace"]] == [{"layer", "kind", "part", "error", "limit"}] * 4
+    assert [point["layer"] for point in document["trace"]] == [0, 1, 2, 3]
+    assert all(0 < point["error"] < point["limit"] for point in document["trace"])
+    assert document["checks"][-1]["name"] == "trace"
+
+
+def test_a_trace_that_names_a_layer_exits_1(traced: Path, tmp_path: Path) -> None:
+    arguments = ["verify", traced, "--ep", "cpu", "--trace", "--reference", with_layers(tmp_path / "r.npz", 1.001)]
+    result = invoke(*arguments, "--json", "--junit", tmp_path / "v.xml")
+    assert result.exit_code == 1
+    (wrong,) = [check for check in json.loads(result.stdout)["checks"] if not check["ok"]]
+    assert wrong["name"] == "trace" and wrong["detail"].startswith("layer 1 (linear_attention): expected a relative")
+    assert cases(tmp_path / "v.xml")["trace"].find("failure") is not None
+    assert invoke(*arguments).stdout.count("e-03 !") == 3
+
+
+def test_a_trace_with_nothing_to_compare_with_exits_2(traced: Path) -> None:
+    for more in ([], ["--reference", TRACED / "reference.npz"]):
+        result = invoke("verify", traced, "--ep", "cpu", "--trace", *more)
+        assert result.exit_code == 2 and result.stdout == ""
+        assert "--trace: expected a --reference with layer_hidden_states" in result.stderr
+
+
+def test_without_a_trace_the_list_is_empty(package: Path) -> None:
+    assert json.loads(invoke("verify", package, "--json").stdout)["trace"] == []
 
 
 def test_what_is_no_package_and_bad_options_exit_2(package: Path, tmp_path: Path) -> None:

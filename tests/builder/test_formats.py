@@ -28,9 +28,9 @@ from builder.quant.modules import ModuleTensors
 from builder.weights import place
 from fixtures import writer
 from fixtures.writer import E4M3, Config, Dialect, Edit, Kind, Tensors, Tiny
+from runtime.kernels import has_cpu_kernel
 from runtime.lowering import lower
 from runtime.recording import dump
-from runtime.session import has_cpu_kernel
 from tests.builder import oracle
 from tests.builder.test_package import COPY
 from tests.conftest import TinyFactory

@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 
 import builder
 import runtime
-from runtime import EngineOptions
+from fixtures import LAYERS, TRACED
+from runtime import EngineOptions, VerifyOptions, verify
 from runtime.bound_run import BoundRun
+from runtime.kernels import has_cpu_kernel
 from runtime.loading import LoadedPackage
 from runtime.place import GPU
 from runtime.recording import dump
 from runtime.session import bare_session, missing_for_gpu
-from tests.runtime.gpu import OTHERS, run, texts, unexplained
+from tests.runtime.gpu import OTHERS, TRAINED_ONES, run, texts, unexplained
 
 pytestmark = pytest.mark.skipif(missing_for_gpu() is not None, reason=str(missing_for_gpu()))
 
@@ -128,3 +130,28 @@ def test_the_lowest_id_of_a_tie_is_chosen(dtype: Any, name: str) -> None:
     session = bare_session(ir.to_proto(model).SerializeToString(), GPU)
     BoundRun(session, GPU, {"x": rows}, {"y": found}).run()
     assert found.tolist() == rows.argmax(axis=-1).tolist() == [0, 70_000, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("checkpoint", [*OTHERS, *TRAINED_ONES], ids=lambda folder: folder.name)
+def test_verify_judges_by_the_rounding_of_the_type(checkpoint: Path, dtype: Any, tmp_path: Path) -> None:
+    builder.export(checkpoint, tmp_path / "p", builder.ExportOptions(dtype=dtype))
+    found = verify(tmp_path / "p", VerifyOptions(ep="cuda", reference=checkpoint / "reference.npz"))
+    compared = [check for check in found.checks if check.name.startswith("reference")]
+    assert compared and all(check.ok for check in compared), [check.detail for check in compared]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_residual_stream_is_transformers_within_rounding(dtype: Any, tmp_path: Path) -> None:
+    builder.export(TRACED, tmp_path / "p", builder.ExportOptions(dtype=dtype))
+    np.savez(tmp_path / "r.npz", **np.load(TRACED / "reference.npz"), **np.load(LAYERS))
+    found = verify(tmp_path / "p", VerifyOptions(ep="cuda", reference=tmp_path / "r.npz", trace=True))
+    assert len(found.trace) == 4 and all(point.ok for point in found.trace), found.trace
+
+
+@pytest.mark.skipif(not has_cpu_kernel("com.microsoft", "GatedDeltaNet"), reason="the CPU lacks a kernel")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_residual_stream_is_the_cpus_within_rounding(model_checkpoint: Path, dtype: Any, tmp_path: Path) -> None:
+    builder.export(model_checkpoint, tmp_path / "p", builder.ExportOptions(dtype=dtype))
+    found = verify(tmp_path / "p", VerifyOptions(ep="cuda", trace=True))
+    assert len(found.trace) == 16 and all(point.ok for point in found.trace), found.trace

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from builder.errors import MachineError
+from runtime.kernels import has_cpu_kernel
 from runtime.lowering import lower
-from runtime.session import has_cpu_kernel
 
 Array = NDArray[Any]
 HALF = TensorProto.FLOAT16
