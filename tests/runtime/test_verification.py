@@ -21,6 +21,7 @@ from fixtures.writer import Tiny
 from runtime import Verification, VerifyOptions, fixed_state, memory, verification, verify
 from runtime import reference as reference_module
 from runtime.fixed_state import FixedStates
+from runtime.rounding import Rounding
 from tests.conftest import TinyFactory
 
 
@@ -460,3 +461,21 @@ def test_a_tie_within_rounding_is_shown_and_passes(
     monkeypatch.setattr(verification, "ROUNDING", 1e9)
     found = verify(trained_folder)
     assert found.ok and details(found)[name].startswith("4 tokens equal, then a tie: ")
+
+
+@pytest.mark.parametrize(("dtype", "ok"), [("float32", False), ("float16", False), ("bfloat16", True)])
+def test_a_tie_is_as_wide_as_the_rounding_of_the_type(
+    trained_folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, ok: bool
+) -> None:
+    generate = verification.generate
+
+    def other(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
+        done = generate(package, asks, options)
+        if asks[0].draft_tokens:
+            done.requests[0].token_ids[4] += 1
+        return done
+
+    monkeypatch.setattr(verification, "generate", other)
+    monkeypatch.setattr(verification, "_lead", lambda *arguments: 0.2)
+    monkeypatch.setattr(verification.Rounding, "of", lambda loaded: Rounding(dtype, 8, mixture=False))
+    assert verify(trained_folder).ok == ok
