@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from fixtures import CHECKPOINTS, TRAINED
 from runtime import Engine, EngineOptions, Request
 from runtime.loading import LoadedPackage
+from runtime.rounding import Rounding
 
 TRAINED_ONES = [TRAINED, CHECKPOINTS / "trained_ct_moe_text", CHECKPOINTS / "trained_mo_moe_text"]
 OTHERS = sorted(folder for folder in CHECKPOINTS.iterdir() if not folder.name.startswith("trained"))
-TIE = 0.04
-"""Leads in logits that float16 may turn over: each of the two tokens' is off by up to 0.02."""
 
 
 def texts(answers: Mapping[str, NDArray[Any]], name: str) -> list[list[int]]:
@@ -30,20 +29,20 @@ def run(loaded: LoadedPackage, prompts: list[list[int]], drafts: int, batch: int
 
 
 def unexplained(
-    ours: list[list[int]], theirs: list[list[int]], answers: Mapping[str, NDArray[Any]]
+    ours: list[list[int]], theirs: list[list[int]], answers: Mapping[str, NDArray[Any]], loaded: LoadedPackage
 ) -> list[tuple[int, int]]:
-    """Where two lists of texts part although transformers' own token leads clearly there.
+    """Where two lists of texts part although transformers' own token leads by more than rounding turns over.
 
     margin_I tells the lead in float32 along transformers' text, so a place behind which one of the two has left that
     text already is judged by where it left. What parted at ties is printed.
     """
-    greedy = texts(answers, "greedy")
+    greedy, tie = texts(answers, "greedy"), Rounding.of(loaded).near_tie
     clear = []
     for text, place in forks(ours, theirs):
         left = [fork for side in (ours, theirs) for index, fork in forks([side[text]], [greedy[text % 8]])]
         lead = float(answers[f"margin_{text % 8}"][min([place, *left])])
-        print(f"text {text} parts at token {place}, where the lead is {lead:.3f}")
-        if lead >= TIE:
+        print(f"text {text} parts at token {place}, where the lead is {lead:.3f} of {tie:.3f}")
+        if lead >= tie:
             clear.append((text, place))
     return clear
 
