@@ -11,6 +11,7 @@ from builder import reader
 from builder.reader import GraphFile, Package
 from runtime import memory
 from runtime.lowering import Edit
+from runtime.place import Place
 from runtime.session import ExecutionProvider, Session, place_for
 
 PACKED_OPS = {"MatMulBlockQuantizedFp4Weight": 2}
@@ -47,12 +48,21 @@ def load(
 
 
 def open_session(
-    graph: GraphFile, ep: ExecutionProvider, edit: Edit | None = None, *, cuda_graph: bool = False
+    graph: GraphFile,
+    ep: ExecutionProvider,
+    edit: Edit | None = None,
+    place: Place | None = None,
+    *,
+    cuda_graph: bool = False,
 ) -> Session:
-    """edit: a change to the graph, in memory. Raises MachineError where this machine cannot run it."""
-    if place_for(ep).is_host:
+    """edit: a change to the graph, in memory. place: instead of the one that `ep` means.
+
+    Raises MachineError where this machine cannot run it.
+    """
+    place = place or place_for(ep)
+    if place.is_host:
         memory.require(_load_bytes(graph), f"the weights of {graph.path.name} in float32", "use a larger machine")
-    return Session(graph, ep, edit, cuda_graph=cuda_graph)
+    return Session(graph, ep, edit, place, cuda_graph=cuda_graph)
 
 
 def _load_bytes(graph: GraphFile) -> int:

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from builder.errors import MachineError, Refused, one_line
 from builder.reader import GraphFile
 from runtime.bound_run import ORT_ERRORS, BoundRun
-from runtime.kernels import has_cpu_kernel
+from runtime.kernels import has_cpu_kernel, has_cuda_kernel
 from runtime.lowering import Edit, edited, lower
 from runtime.lowering.absorbing import absorb_rotations
 from runtime.lowering.choosing import choose_tokens
@@ -58,8 +58,8 @@ def missing_for_gpu() -> str | None:
 class Session:
     """A loaded graph. `bind` prepares a run over given arrays, which may be kept and run again.
 
-    On a GPU the graph runs without lowering; it chooses the best token of each row itself, and small products of one
-    input are joined.
+    On a GPU the graph runs without lowering, but for a place that is widened. It chooses the best token of each row
+    itself, and small products of one input are joined.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Session:
             "session.model_external_initializers_file_folder_path", str(graph.path.parent.absolute())
         )
         edits = [*([edit] if edit else []), *_edits(self.place)]
-        model = lower(graph.path, has_cpu_kernel, edits) if self.place.device == "cpu" else edited(graph.path, edits)
+        has_kernel = has_cpu_kernel if self.place.device == "cpu" else has_cuda_kernel
+        model = lower(graph.path, has_kernel, edits) if self.place.widened else edited(graph.path, edits)
         try:
             self._session = ort.InferenceSession(model, options, providers=_providers(self.place, self.records))
         except ORT_ERRORS as error:
@@ -134,7 +135,7 @@ def _edits(place: Place) -> list[Edit]:
     """What makes a graph fit for a device: nothing goes to the host that need not, and fewer kernels are launched."""
     if place.is_host:
         return []
-    return [choose_tokens, join_products, *([absorb_rotations] if place.device == "cuda" else [])]
+    return [choose_tokens, join_products, *([] if place.widened else [absorb_rotations])]
 
 
 MAX_RECORDED = 48

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from builder.errors import Refused
+from builder.errors import MachineError, Refused
 from builder.reader import Package
 from runtime.limits import check_request
 from runtime.loading import LoadedPackage, open_session
 from runtime.lowering.tapping import TAP, tap_residuals
 from runtime.packing import Segment
+from runtime.place import Place
 from runtime.rounding import Rounding, relative_error, row_errors
 from runtime.session import ExecutionProvider
 from runtime.target import TargetModel
@@ -56,11 +57,11 @@ class Point:
         return {"layer": self.layer, "kind": self.kind, "part": self.part, "error": error, "limit": self.limit}
 
 
-def trace(loaded: LoadedPackage, token_ids: Sequence[int], layers: Array | None) -> list[Point]:
-    """Every part in the order of the stream, of a prompt fed in one step.
+def trace(loaded: LoadedPackage, token_ids: Sequence[int], layers: Array | None) -> tuple[list[Point], str]:
+    """Every part in the order of the stream, of a prompt fed in one step, and what it was compared with.
 
     layers: the stream behind each decoder layer [L, T, hidden], or [L - 1, T, hidden] without the last one. None
-    compares with the same package in float32 on the CPU, mixers and MLPs apart.
+    compares with the same package in float32, mixers and MLPs apart.
 
     Raises Refused for a prompt or layers that do not fit the package, MachineError where it cannot be run.
     """
@@ -68,9 +69,9 @@ def trace(loaded: LoadedPackage, token_ids: Sequence[int], layers: Array | None)
     ours = residual_stream(loaded, token_ids, loaded.ep)
     parts: Sequence[str] = PARTS
     if layers is None:
-        theirs = residual_stream(loaded, token_ids, "cpu")
+        theirs, against = _in_float32(loaded, token_ids)
     else:
-        ours, theirs, parts = ours[1::2], layers, (WHOLE,)
+        ours, theirs, against, parts = ours[1::2], layers, "the reference", (WHOLE,)
         _check_shape(ours, theirs)
     rounding, kinds = Rounding.of(loaded), _kinds(loaded.package)
     points = []
@@ -78,7 +79,7 @@ def trace(loaded: LoadedPackage, token_ids: Sequence[int], layers: Array | None)
         layer, part = divmod(place, len(parts))
         allowed = rounding.after(layer + 1)
         points.append(Point(layer, kinds[layer], parts[part], _error(ours[place], row, allowed), allowed.limit))
-    return points
+    return points, f"{against}, {len(token_ids)} tokens"
 
 
 def describe(points: Sequence[Point], against: str) -> str:
@@ -99,10 +100,24 @@ def describe(points: Sequence[Point], against: str) -> str:
     )
 
 
-def residual_stream(loaded: LoadedPackage, token_ids: Sequence[int], ep: ExecutionProvider) -> Array:
+def _in_float32(loaded: LoadedPackage, token_ids: Sequence[int]) -> tuple[Array, str]:
+    """The stream, and where it was made: on the CPU, or on the GPU where the CPU lacks a kernel.
+
+    On the GPU, too, products and attention are then spelled out in standard ops.
+    """
+    try:
+        return residual_stream(loaded, token_ids, "cpu"), "float32 on the CPU"
+    except MachineError:
+        wide = replace(loaded.target.place, widened=True)
+        return residual_stream(loaded, token_ids, loaded.ep, wide), "float32 on the GPU"
+
+
+def residual_stream(
+    loaded: LoadedPackage, token_ids: Sequence[int], ep: ExecutionProvider, place: Place | None = None
+) -> Array:
     """float32 [2 L, T, hidden]: the stream behind each layer's mixer and each layer's MLP, by a session of its own."""
     package, num_layers = loaded.package, len(_kinds(loaded.package))
-    session = open_session(package.target, ep, partial(tap_residuals, num_layers=num_layers))
+    session = open_session(package.target, ep, partial(tap_residuals, num_layers=num_layers), place)
     num_blocks = -(-len(token_ids) // package.block_size)
     taps = [TAP.format(number) for number in range(2 * num_layers)]
     model = TargetModel(package, session, num_blocks, package.block_size, 1, taps)

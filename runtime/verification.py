@@ -137,7 +137,7 @@ def _check_trace(loaded: LoadedPackage, options: VerifyOptions, answers: referen
     if options.trace and loaded.target.place.is_host and reference.layers(answers) is None:
         raise UsageError(
             "--trace",
-            expected=f"a --reference with {reference.LAYERS}, or a GPU to compare with float32 on the CPU",
+            expected=f"a --reference with {reference.LAYERS}, or a GPU to compare with float32",
             found="neither",
             remedy="record every decoder layer's output for a prompt in another implementation, or use --ep cuda",
         )
@@ -147,11 +147,11 @@ def _trace(loaded: LoadedPackage, plan: _Plan, answers: reference.Arrays, points
     """Adds what was found to `points`, sound or not."""
     layers = reference.layers(answers)
     token_ids = reference.prompt(answers) or plan.asks[0].token_ids
-    against = f"{'float32 on the CPU' if layers is None else 'the reference'}, {len(token_ids)} tokens"
 
     def judge() -> str:
-        points.extend(trace(loaded, token_ids, layers))
-        return describe(points, against)
+        found, against = trace(loaded, token_ids, layers)
+        points.extend(found)
+        return describe(found, against)
 
     return judged("trace", judge)
 

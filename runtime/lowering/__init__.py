@@ -20,8 +20,8 @@ CONTRIB = "com.microsoft"
 LOWERED_OPSET = 23
 """The reference functions use Attention, which opset 23 brought."""
 
-HasKernel = Callable[[str, str], bool]
-"""Whether the provider has a kernel for a (domain, op) in float32."""
+HasKernel = Callable[[ir.Node], bool]
+"""Whether the provider has a kernel for a node in float32."""
 
 
 Edit = Callable[[ir.Model], None]
@@ -48,7 +48,7 @@ def lower(path: Path, has_kernel: HasKernel, edits: Sequence[Edit] = ()) -> byte
     for node in list(model.graph):
         if node.op_type == "QMoE":
             _dequantize_experts(model, node)
-        if node.domain == CONTRIB and not has_kernel(node.domain, node.op_type):
+        if node.domain == CONTRIB and not has_kernel(node):
             _replace(model, node)
     model.opset_imports[""] = LOWERED_OPSET
     return ir.to_proto(model).SerializeToString()

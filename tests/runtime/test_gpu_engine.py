@@ -56,13 +56,19 @@ def engine(package: Path, prompts: list[list[int]], new_tokens: int, *, drafts: 
         request.begin_turn(np.array(prompt, np.int32), options)
         requests.append(request)
     found: list[list[int]] = [[] for _ in prompts]
+    idle = 0
     while client.has_pending_requests():
-        for event in client.run(events):
-            if int(event.flags) & int(og.EngineEventFlags.TOKEN):
-                index = next(index for index, request in enumerate(requests) if request is event.request)
+        seen = list(client.run(events))
+        idle = 0 if seen else idle + 1
+        assert idle < 1000, f"the Engine does nothing more after {found}"
+        for event in seen:
+            index = next(index for index, request in enumerate(requests) if request is event.request)
+            flags = int(event.flags)
+            assert not flags & int(og.EngineEventFlags.FAILED), event.error_code
+            if flags & int(og.EngineEventFlags.TOKEN):
                 found[index].append(int(event.token))
-    for request in requests:
-        request.close()
+            if flags & int(og.EngineEventFlags.TURN_FINISHED):
+                requests[index].close()  # or it keeps its seat for another turn
     stats = client.get_speculative_stats() if drafts else {"draft_tokens_accepted": 0, "draft_tokens_evaluated": 0}
     return Client(found, stats["draft_tokens_accepted"], stats["draft_tokens_evaluated"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from onnx import TensorProto, helper
 
 from builder.errors import MachineError
 from runtime.kernels import has_cpu_kernel
-from runtime.lowering import lower
+from runtime.lowering import HasKernel, lower
 
 Array = NDArray[Any]
 HALF = TensorProto.FLOAT16
@@ -191,9 +190,9 @@ def test_an_op_without_kernel_or_reference_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_kernel", "kept"), [(has_cpu_kernel, False), (lambda domain, op_type: True, True)], ids=["missing", "there"]
+    ("has_kernel", "kept"), [(has_cpu_kernel, False), (lambda node: True, True)], ids=["missing", "there"]
 )
-def test_a_kernel_that_exists_is_used(trained_folder: Path, has_kernel: Callable[[str, str], bool], kept: bool) -> None:
+def test_a_kernel_that_exists_is_used(trained_folder: Path, has_kernel: HasKernel, kept: bool) -> None:
     """A test of the rule and of today's facts: when ORT's CPU learns one of these ops, the first case fails."""
     model = onnx.load_from_string(lower(trained_folder / "model.onnx", has_kernel))
     contrib = {node.op_type for node in model.graph.node if node.domain == "com.microsoft"}
@@ -283,7 +282,7 @@ def test_moe(tmp_path: Path, best: int, has_moe: bool) -> None:
     )
     weights = stored({"w1": by_turns(case["gate"], case["up"]), "w2": case["down"]})
     path = save(tmp_path / "m.onnx", node, INPUTS, OUTPUTS, weights)
-    model = lower(path, lambda domain, op: op != "MoE" or has_moe)
+    model = lower(path, lambda node: node.op_type != "MoE" or has_moe)
     session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
     found = session.run(None, {"x": case["x"], "scores": case["scores"]})[0]
     expected = mixed(case, best)
@@ -325,7 +324,7 @@ def test_nvfp4_experts(tmp_path: Path, has_moe: bool) -> None:
     case = mixture(0)
     weights, meaning = nvfp4_experts(case)
     path = qmoe_model(tmp_path / "q.onnx", weights)
-    model = lower(path, lambda domain, op: op != "MoE" or has_moe)
+    model = lower(path, lambda node: node.op_type != "MoE" or has_moe)
     session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
     found = session.run(None, {"x": case["x"], "scores": case["scores"]})[0]
     expected = mixed(meaning, 2)
@@ -353,4 +352,4 @@ def test_experts_that_the_reference_does_not_cover_are_refused(tmp_path: Path) -
         attribute.CopyFrom(onnx.helper.make_attribute(name, value))
         onnx.save(changed, tmp_path / f"{name}.onnx")
         with pytest.raises(MachineError, match=f"{name}=.* of QMoE has no reference"):
-            lower(tmp_path / f"{name}.onnx", lambda domain, op: True)
+            lower(tmp_path / f"{name}.onnx", lambda node: True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,21 @@ from numpy.typing import NDArray
 import builder
 import runtime
 from builder import contract
-from builder.errors import Refused
+from builder.errors import MachineError, Refused
 from fixtures import LAYERS, TRACED
 from runtime import VerifyOptions, loading, session, verify
 from runtime import reference as reference_module
 from runtime import trace as trace_module
 from runtime.lowering import Edit
 from runtime.lowering.tapping import ADD_AND_NORM, TAP, tap_residuals
-from runtime.place import HOST, Place
+from runtime.place import HOST
 from runtime.recording import dump
 from runtime.trace import Point, describe, trace
 from runtime.verification import UsageError
 from tests.damage import Damage, damaged, doubled_norm, swapped
+from tests.runtime.conftest import ADDRESSED
 
 NUM_LAYERS = 4
-ADDRESSED = Place("cpu", widened=True, is_host=False)
-"""A CPU whose memory is addressed as a GPU's is."""
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -72,7 +72,7 @@ def named(points: list[Point]) -> str | None:
 
 
 def test_the_stream_of_a_sound_package_is_transformers(package: Path, arrays: Arrays) -> None:
-    points = trace(runtime.load(package), ids(arrays), arrays["layer_hidden_states"])
+    points, _ = trace(runtime.load(package), ids(arrays), arrays["layer_hidden_states"])
     assert [(point.layer, point.part) for point in points] == [(layer, "layer") for layer in range(NUM_LAYERS)]
     assert [point.kind for point in points] == ["linear_attention"] * 3 + ["full_attention"]
     assert all(0 < point.error < 2e-6 for point in points), "32 roundings of float32"
@@ -96,7 +96,7 @@ FAULTS: Mapping[str, tuple[Damage, int]] = {
 def test_the_layer_that_was_damaged_is_named(fault: str, arrays: Arrays, tmp_path: Path) -> None:
     damage, layer = FAULTS[fault]
     builder.export(damaged(TRACED, tmp_path / "checkpoint", damage), tmp_path / "package")
-    points = trace(runtime.load(tmp_path / "package"), ids(arrays), arrays["layer_hidden_states"])
+    points, _ = trace(runtime.load(tmp_path / "package"), ids(arrays), arrays["layer_hidden_states"])
     assert named(points) == f"layer {layer} ({points[layer].kind})"
     assert points[layer].error > 100 * points[layer].limit
 
@@ -225,19 +225,38 @@ def test_a_device_that_is_off_is_named_by_layer_and_part(
 ) -> None:
     """The n-th add's norm feeds what comes behind that add."""
 
-    def open_session(graph: Any, ep: Any, edit: Edit) -> Any:
+    def open_session(graph: Any, ep: Any, edit: Edit, place: Any) -> Any:
         def both(model: ir.Model) -> None:
             edit(model)
             if ep != "cpu":
                 faulty(number)(model)
 
-        return loading.open_session(graph, ep, both)
+        return loading.open_session(graph, ep, both, place)
 
     monkeypatch.setattr(trace_module, "open_session", open_session)
     found = verify(trained_folder, VerifyOptions(ep="cuda", trace=True))
     (wrong,) = [check for check in found.checks if not check.ok]
     assert wrong.name == "trace" and wrong.detail.startswith(f"{place}: expected a relative error of at most ")
     assert "against float32 on the CPU, " in wrong.detail
+
+
+@pytest.mark.usefixtures("device")
+def test_where_the_cpu_lacks_a_kernel_the_device_says_it_in_float32(
+    trained_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = []
+
+    def open_session(graph: Any, ep: Any, edit: Edit, place: Any) -> Any:
+        places.append(place)
+        if ep == "cpu":
+            raise MachineError("no kernel")
+        return loading.open_session(graph, ep, edit, place)
+
+    monkeypatch.setattr(trace_module, "open_session", open_session)
+    found = verify(trained_folder, VerifyOptions(ep="cuda", trace=True))
+    (detail,) = [check.detail for check in found.checks if check.name == "trace"]
+    assert found.ok and "; against float32 on the GPU, " in detail
+    assert places == [None, None, replace(ADDRESSED, widened=True)]
 
 
 @pytest.mark.usefixtures("device")
