@@ -345,6 +345,8 @@ def run(
     sampling.check()
     asks = _asks(tokenizer, package, sources, generation.Ask((), max_new_tokens, draft_tokens, sampling=sampling))
     loaded = runtime.load(package, ep, overlay, cuda_graph=cuda_graph)
+    if cuda_graph and not loaded.target.records:
+        warn(["--cuda-graph: nothing is recorded on a CPU"], quiet)
     sizes = runtime.EngineOptions(
         num_blocks=num_blocks,
         block_size=block_size,

@@ -3,7 +3,8 @@
 Medians over repeats: milliseconds of a plain step and of a round of K drafts at several batch sizes, and tokens/s of a
 prompt. The floor of a plain step is the bytes of the target's weights at the measured bandwidth of a copy. Without
 --package a sparse look-alike of 27B is made and exported: its weights are zero, so it accepts every draft, and a round
-of it costs what any round costs; how many tokens a round is worth is to be taken from a trained model.
+of it costs what any round costs. How many tokens a round is worth is taken from the trained checkpoint's oracle: tokens
+a second of rounds are that combination, and no measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import onnx
 import builder
 import runtime
 from benchmarks.bandwidth import copy_bandwidth
-from fixtures import lookalike
+from fixtures import TRAINED, lookalike
 
 PLAIN = json.dumps({"model": {"mtp": {"enabled": False}}})
 
@@ -49,7 +50,7 @@ def main(
         figures = ours(path, repeats, steps, draft_tokens, sizes, prompts)
         if engine:
             figures |= peers(path, repeats, steps, draft_tokens, sizes, prompts)
-        report(figures, floor)
+        report(figures, floor, tokens_a_round(draft_tokens))
 
 
 def make(folder: Path) -> Path:
@@ -196,7 +197,23 @@ def show(case: str, seconds: list[float]) -> None:
     click.echo(f"{case}: {1e3 * statistics.median(seconds):.2f} ms", err=True)
 
 
-def report(figures: dict[str, list[float]], floor: float) -> None:
+def tokens_a_round(drafts: int) -> float:
+    """Tokens that a round of K drafts gives the trained checkpoint, by its oracle: the accepted ones and one more."""
+    answers = np.load(TRAINED / "reference.npz")
+    accepted = int(answers[f"accepted_evaluated_k{drafts}"][:, 0].sum())
+    generated = sum(len(answers[name]) - 1 for name in answers.files if name.startswith("greedy_"))
+    return generated / (generated - accepted)
+
+
+def rate(what: str, seconds: float, per_round: float) -> str:
+    """Tokens a second of a step or a round, by the words of its case."""
+    if "batch" not in what:
+        return f"{int(what.rsplit(maxsplit=1)[-1]) / seconds:.0f} tokens/s"
+    tokens = int(what.rsplit(maxsplit=1)[-1]) * (1.0 if "plain" in what else per_round)
+    return f"{tokens / seconds:.0f} tokens/s" + ("" if "plain" in what else f" at {per_round:.2f} a round")
+
+
+def report(figures: dict[str, list[float]], floor: float, per_round: float) -> None:
     medians = {case: statistics.median(values) for case, values in figures.items()}
     for case, values in figures.items():
         spread = f"from {1e3 * min(values):.2f} to {1e3 * max(values):.2f}"
@@ -204,7 +221,8 @@ def report(figures: dict[str, list[float]], floor: float) -> None:
         beside = f"{medians[case] / floor:.1f} floors" if "plain step" in what else ""
         peer = medians.get(f"Engine: {what}")
         ratio = f"the Engine takes {peer / medians[case]:.2f}x" if peer and name != "Engine" else ""
-        click.echo(f"{case:>44}: {1e3 * medians[case]:8.2f} ms ({spread})  {beside}  {ratio}")
+        tokens = rate(what, medians[case], per_round)
+        click.echo(f"{case:>44}: {1e3 * medians[case]:8.2f} ms ({spread})  {tokens}  {beside}  {ratio}")
 
 
 if __name__ == "__main__":

@@ -187,6 +187,14 @@ def test_run_with_drafts(package: Path, answers: Mapping[str, Any]) -> None:
     assert (request["drafts_accepted"], request["drafts_evaluated"]) == (36, 54)
 
 
+def test_recording_on_a_cpu_is_said_to_do_nothing(package: Path) -> None:
+    options = ("run", package, "--token-ids", "1,2", "--max-new-tokens", 2, "--ep", "cpu", "--json")
+    warning = "build-model: warning: --cuda-graph: nothing is recorded on a CPU"
+    plain, recorded = invoke(*options), invoke(*options, "--cuda-graph")
+    assert warning in recorded.stderr.splitlines() and warning not in plain.stderr.splitlines()
+    assert json.loads(recorded.stdout)["requests"] == json.loads(plain.stdout)["requests"]
+
+
 def test_prompt_and_text(package: Path, answers: Mapping[str, Any]) -> None:
     """The tokenizer library itself says what prompt 0's tokens and the generated text are."""
     from tokenizers import Tokenizer
