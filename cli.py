@@ -438,7 +438,7 @@ def _print_generation(result: Generation, texts: list[str | None], quiet: bool) 
 @click.option(
     "--trace",
     is_flag=True,
-    help="Name the first layer that is off: against layer_hidden_states of --reference, or a GPU against the CPU.",
+    help="Name the first layer that is off: against layer_hidden_states of --reference, or a GPU against float32.",
 )
 @click.option("--junit", type=click.Path(path_type=Path), help="Also write the checks as JUnit XML.")
 @json_option

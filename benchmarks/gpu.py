@@ -82,8 +82,9 @@ def ours(
                 case = f"{name}: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
                 found[case] = [our_step(loaded, k, size, steps) for _ in range(repeats)]
                 show(case, found[case])
-        if loaded.target.unrecorded:
-            click.echo(f"{loaded.target.unrecorded} runs were not recorded: fewer repeats, please", err=True)
+        unrecorded = loaded.target.unrecorded + (loaded.mtp().unrecorded if drafts else 0)
+        if unrecorded:
+            click.echo(f"{unrecorded} runs were not recorded: fewer repeats, please", err=True)
         if not recorded:
             for length in prompts:
                 found[f"{name}: prompt of {length}"] = [our_prompt(loaded, length) for _ in range(repeats)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import click
@@ -52,7 +52,8 @@ def profile(step: Callable[[], object], steps: int) -> Profile:
     listed = [Kernel(name, count / steps, time / steps) for name, count, time in rows if time]
     events = [event.time_range for event in found.events() if event.device_type == DeviceType.CUDA]
     spans = sorted((event.start, event.end) for event in events)
-    gaps = [max(0.0, after[0] - before[1]) for before, after in pairwise(spans)]
+    ends = accumulate((end for _, end in spans), max)
+    gaps = [max(0.0, start - end) for (start, _), end in zip(spans[1:], ends, strict=False)]
     short = sum(gap for gap in gaps if gap < HOST_GAP)
     return Profile(sorted(listed, key=lambda kernel: -kernel.microseconds), short / steps, (sum(gaps) - short) / steps)
 
@@ -80,7 +81,7 @@ def main(
 def show(case: str, seconds: float, found: Profile, rows: int) -> None:
     total, count = sum(k.microseconds for k in found.kernels), sum(k.count for k in found.kernels)
     click.echo(f"{case}: {1e3 * seconds:.2f} ms a step, {total / 1e3:.2f} ms of it in {count:.0f} kernels and copies")
-    click.echo(f"  while recorded: {found.between:.0f} us between them, {found.waiting:.0f} us waiting for the host")
+    click.echo(f"  while profiled: {found.between:.0f} us between them, {found.waiting:.0f} us waiting for the host")
     for kernel in found.kernels[:rows]:
         click.echo(f"  {kernel.microseconds:9.1f} us {kernel.count:7.1f} x  {kernel.name[:150]}")
 

@@ -16,7 +16,7 @@ from runtime.rounding import Rounding, relative_error, row_errors
 Array = NDArray[Any]
 MAJORITY_ROWS = 8
 """Fewer rows have no majority to speak of: a single token of a mixture may have other experts."""
-ANOTHER_TOKEN = "the first generated token is another one, a near-tie, and they follow from it"
+ANOTHER_TOKEN = "the first generated token is another one, and they follow from it"
 
 
 def checks(
@@ -75,6 +75,13 @@ def check_best(name: str, logits: tuple[Array, Array], tokens: tuple[Array, Arra
     over a clear lead.
     """
     theirs, rows = logits[1], np.arange(len(logits[1]))
+    if not ((tokens[1] >= 0) & (tokens[1] < theirs.shape[-1])).all():
+        raise Refused(
+            f"{name} tokens",
+            expected=f"token ids from 0 to {theirs.shape[-1] - 1}",
+            found=tokens[1].tolist(),
+            remedy="mend the reference",
+        )
     leads = theirs[rows, tokens[1]].astype(np.float64) - theirs[rows, tokens[0]]
     bounds = rounding.turned_over(*logits)
     differing = np.flatnonzero(tokens[0] != tokens[1])

@@ -18,6 +18,7 @@ class DraftMemory:
     """
 
     def __init__(self, io: contract.IoSpec, depth: int, rows: int, place: Place) -> None:
+        self.depth, self.rows = depth, rows
         hidden, logits = io.output(contract.HEAD_HIDDEN_STATES), io.output(contract.LOGITS)
         ids_type, logits_type = np.dtype(np.int64), place.array_type(logits)
         size = depth * rows * ids_type.itemsize

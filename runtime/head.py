@@ -48,7 +48,7 @@ class HeadModel:
         shape = shape_of(segments)
         if scored is None or self.on_run:
             scored = range(shape.num_tokens)
-        key = (shape, len(scored), self.on_run is not None)
+        key = ("host", shape, len(scored), self.on_run is not None)
         prepared = self._runs.get(key, lambda: self._prepare(shape, max(1, len(scored))))
         if prepared.choice and scored:
             prepared.choice.rows[:] = scored
@@ -75,13 +75,13 @@ class HeadModel:
         choice = None if self._place.is_host else Choice.of(num_scored, io, self._place)
         num_rows = num_scored if choice else shape.num_tokens
         logits = row_output(io, contract.LOGITS, num_rows if with_logits else 0, self._place)
-        hidden = row_output(io, contract.HEAD_HIDDEN_STATES, shape.num_tokens, self._place)
+        hidden = row_output(io, contract.HEAD_HIDDEN_STATES, shape.num_tokens if with_logits else 0, self._place)
         bound = self._session.bind(
             {**batch.arrays, **extra, **({SCORED_ROWS: choice.rows} if choice else {}), **self._cache.inputs},
             {
                 **({contract.LOGITS: logits} if with_logits else {}),
                 **(choice.outputs if choice else {}),
-                contract.HEAD_HIDDEN_STATES: hidden,
+                **({contract.HEAD_HIDDEN_STATES: hidden} if with_logits else {}),
                 **self._cache.outputs,
             },
             capture=self._captures(shape),
@@ -96,7 +96,8 @@ class HeadModel:
         The others find tokens and hidden states there; of their segments only number, length and place count.
         """
         shape = shape_of(segments)
-        prepared = self._runs.get((shape, len(scored), stage), lambda: self._prepare_stage(shape, len(scored), stage))
+        key = ("device", shape, len(scored), stage)
+        prepared = self._runs.get(key, lambda: self._prepare_stage(shape, len(scored), stage))
         prepared.extra[SCORED_ROWS][:] = scored
         prepared.batch.fill(segments, self._block_size if self._captures(shape) else None)
         if not stage:
@@ -106,7 +107,8 @@ class HeadModel:
     def _prepare_stage(self, shape: BatchShape, num_scored: int, stage: int) -> Prepared:
         """Behind the first run, tokens and hidden states are the first rows that the run before has left."""
         memory = self.memory
-        assert memory is not None
+        if memory is None or stage >= memory.depth or max(num_scored, shape.batch_size) > memory.rows:
+            raise AssertionError(f"a chain of {shape.batch_size} requests and {stage + 1} runs was not planned for")
         batch = PackedBatch(shape)
         extra = {SCORED_ROWS: np.zeros(num_scored, np.int64)}
         chained: dict[str, DeviceArray] = {}

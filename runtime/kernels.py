@@ -42,7 +42,7 @@ def has_cuda_kernel(node: ir.Node) -> bool:
 def _has_kernel(node: ir.Node, providers: tuple[str, ...]) -> bool:
     proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
     proto.input.extend(f"input{index}" if value is not None else "" for index, value in enumerate(node.inputs))
-    proto.output.extend(f"output{index}" if value.name else "" for index, value in enumerate(node.outputs))
+    proto.output.extend(f"output{index}" for index in range(len(node.outputs)))
     proto.attribute.extend(ir.to_proto(node.attributes[name]) for name in sorted(node.attributes))
     return _loads(proto.SerializeToString(deterministic=True), providers)
 

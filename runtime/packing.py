@@ -58,8 +58,8 @@ class PackedBatch:
     def fill(self, segments: Sequence[Segment], block_size: int | None = None) -> None:
         """segments must have this batch's shape.
 
-        block_size: given where the longest query and context are to be those of the shape instead of the segments': a
-        recorded run keeps what it was told of them.
+        block_size: given where longest query and context are to be bounded by the shape instead of told as they are: a
+        recorded run keeps what it was told of them, and its longest context may once be as short as a token.
         """
         ids, positions = self.arrays[contract.INPUT_IDS], self.arrays[contract.POSITION_IDS]
         table, bounds = self.arrays[contract.BLOCK_TABLE], self.arrays[contract.CUMULATIVE_LENGTHS]
@@ -77,10 +77,11 @@ class PackedBatch:
             longest_query, longest_context = max(longest_query, length), max(longest_context, context)
             start = end
         self._by_shape = block_size is not None
+        shortest = longest_context
         if block_size is not None:
             longest_query = self.shape.num_tokens - self.shape.batch_size + 1
-            longest_context = self.shape.num_columns * block_size
-        self.arrays[contract.ATTENTION_METADATA][:] = (longest_query, longest_context, longest_context)
+            longest_context, shortest = self.shape.num_columns * block_size, 1
+        self.arrays[contract.ATTENTION_METADATA][:] = (longest_query, longest_context, shortest)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """The same rows one position further, for a batch of one token a request."""

@@ -79,7 +79,7 @@ class DeviceArray:
         return DeviceArray(shape, self.dtype, self.address + offset, self.device, self.owner)
 
     def read(self) -> Array:
-        """A copy in NumPy, of memory made by `Place.device_zeros`: for tests and tools, never in a step."""
+        """A copy in NumPy, of memory made by `Place.device_zeros`. In a step, of a chain of drafts alone."""
         start = self.address - self.owner.data_ptr()
         return self.owner.numpy()[start : start + self.nbytes].view(self.dtype).reshape(self.shape)
 
@@ -119,7 +119,7 @@ class Place:
             owner = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), self.device, 0)
         except (RuntimeError, MemoryError, ValueError) as error:
             raise MachineError(
-                f"{size:,} bytes of memory on {self.device} are needed for caches and states and cannot be had; "
+                f"{size:,} bytes of memory on {self.device} are needed and cannot be had; "
                 "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"
             ) from error
         return DeviceArray(tuple(shape), dtype, owner.data_ptr(), self.device, owner)

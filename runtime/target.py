@@ -88,7 +88,8 @@ class TargetModel:
         if self.package.capacity:
             prepared.extra[contract.CAPTURE_COUNT][:] = capture_counts
             # Kernels clear what they were told not to capture, and nobody reads what nobody captured.
-            prepared.extra[contract.CAPTURE_ACTIVE][0] = any(capture_counts) or (capture and not self._place.is_host)
+            idle = capture and not self._place.is_host and not self.package.checkpoints
+            prepared.extra[contract.CAPTURE_ACTIVE][0] = any(capture_counts) or idle
         prepared.bound.run()
         if self.on_run:
             self.on_run(segments, (prepared.logits, prepared.hidden))

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from builder.errors import MachineError, Refused
+from builder.errors import Refused
 from builder.reader import Package
 from runtime.limits import check_request
 from runtime.loading import LoadedPackage, open_session
+from runtime.lowering import NoKernel
 from runtime.lowering.tapping import TAP, tap_residuals
 from runtime.packing import Segment
 from runtime.place import Place
@@ -33,7 +34,8 @@ class Point:
     """The stream behind one part of a layer.
 
     layer counts from 0; kind: one of KINDS; part: one of PARTS, or WHOLE where nothing is known between them.
-    error: relative, by norm (of a mixture in half precision, of the median row). limit: what rounding explains of it.
+    error: relative, by norm; the larger one of all rows together and of the median row. (Of a mixture in half precision
+    that of the median row.) limit: what rounding explains of it.
     """
 
     layer: int
@@ -103,13 +105,14 @@ def describe(points: Sequence[Point], against: str) -> str:
 def _in_float32(loaded: LoadedPackage, token_ids: Sequence[int]) -> tuple[Array, str]:
     """The stream, and where it was made: on the CPU, or on the GPU where the CPU lacks a kernel.
 
-    On the GPU, too, products and attention are then spelled out in standard ops.
+    On the GPU, too, ops without a kernel for float32 are then spelled out in standard ones: products and attention.
     """
     try:
         return residual_stream(loaded, token_ids, "cpu"), "float32 on the CPU"
-    except MachineError:
+    except NoKernel:
         wide = replace(loaded.target.place, widened=True)
-        return residual_stream(loaded, token_ids, loaded.ep, wide), "float32 on the GPU"
+        stream = residual_stream(loaded, token_ids, loaded.ep, wide)
+        return stream, "float32 on the GPU, for want of a kernel on the CPU"
 
 
 def residual_stream(
@@ -145,7 +148,8 @@ def _check_shape(ours: Array, theirs: Array) -> None:
 
 
 def _error(ours: Array, theirs: Array, rounding: Rounding) -> float:
-    """A mixture's tokens that get other experts by rounding would hide all that comes behind them."""
-    if rounding.turns_experts:
-        return float(np.median(row_errors(ours, theirs)))
-    return relative_error(ours, theirs)
+    """A row that is much larger than the others, as those of attention sinks are, would hide them; and a mixture's
+    tokens that get other experts by rounding would hide all that comes behind them.
+    """
+    median = float(np.median(row_errors(ours, theirs)))
+    return median if rounding.turns_experts else float(np.maximum(relative_error(ours, theirs), median))

@@ -36,19 +36,20 @@ class Block:
             self._places.append((array, slice(start, end)))
 
     def send(self) -> bool:
-        """Takes the arrays to the device if one has changed since the last time, and says whether one had."""
+        """Takes the arrays to the device if a byte has changed since the last time, and says whether one had."""
         changed = not self._sent
+        self._sent = False  # until it has arrived: what fails in between is sent again
         for array, place in self._places:
-            mirror = self._bytes[place].view(array.dtype).reshape(array.shape)
-            if changed or array.nbytes > COMPARED_BYTES or not np.array_equal(mirror, array):
-                mirror[...] = array
+            mirror, given = self._bytes[place], array.reshape(-1).view(np.uint8)
+            if changed or array.nbytes > COMPARED_BYTES or not np.array_equal(mirror, given):
+                mirror[:] = given
                 changed = True
         if changed:
-            self._sent = True
             self._memory.update_inplace(self._bytes)
             # A copy from pageable memory may return before it has arrived, and the session's stream does not wait for
             # the stream of these copies; reading back does.
             self._mark.numpy()
+        self._sent = True
         return changed
 
     def fetch(self) -> None:

@@ -144,9 +144,11 @@ def _check_trace(loaded: LoadedPackage, options: VerifyOptions, answers: referen
 
 
 def _trace(loaded: LoadedPackage, plan: _Plan, answers: reference.Arrays, points: list[Point]) -> Check:
-    """Adds what was found to `points`, sound or not."""
+    """Adds what was found to `points`, sound or not. Of the prompts of `plan` the longest: a mixture's few rows of a short
+    one have no median to speak of.
+    """
     layers = reference.layers(answers)
-    token_ids = reference.prompt(answers) or plan.asks[0].token_ids
+    token_ids = reference.prompt(answers) or max((ask.token_ids for ask in plan.asks), key=len)
 
     def judge() -> str:
         found, against = trace(loaded, token_ids, layers)
@@ -297,33 +299,46 @@ def _finite(loaded: LoadedPackage, asks: Sequence[Ask]) -> str:
 def _equal(
     loaded: LoadedPackage, index: int, ask: Ask, pair: tuple[Sequence[int], Sequence[int]], drafts: int
 ) -> Check:
-    """Speculation may change nothing but the time; a tie within rounding is shown and passes."""
+    """Speculation may change nothing but the time. Where a tie within rounding went the other way, every later token is
+    judged by the plain logits after the tokens before it: a state that is rolled back wrongly shows there.
+    """
 
     def judge() -> str:
         plain, speculative = pair
-        fork = next((i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), None)
-        if fork is None and len(plain) == len(speculative):
+        if plain == speculative:
             return f"{len(plain)} tokens equal with {drafts} drafts a step"
-        at = min(len(plain), len(speculative)) if fork is None else fork
-        lead = _lead(loaded, [*ask.token_ids, *plain[:at]])
+        fork = next((i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), None)
+        if fork is None:
+            raise _not_the_same(index, min(map(len, pair)), pair, "")
         rounding = Rounding.of(loaded)
-        if not lead <= (rounding.near_tie if rounding.is_half else ROUNDING):  # NaN is no tie
-            raise Refused(
-                f"prompt {index} token {at}",
-                expected=f"{list(plain[at : at + 1])}, by {lead:.2e} in the plain logits",
-                found=list(speculative[at : at + 1]),
-                remedy="do not deploy it: a state or cache is rolled back wrongly",
-            )
-        return f"{at} tokens equal, then a tie: {lead:.1e} between the two best"
+        tie = rounding.near_tie if rounding.is_half else ROUNDING
+        leads = _leads(loaded, ask.token_ids, speculative)
+        wrong = next((i for i, lead in enumerate(leads) if not lead <= tie), None)  # NaN is no tie
+        if wrong is not None:
+            raise _not_the_same(index, wrong, pair, f", by {leads[wrong]:.2e} in the plain logits")
+        seen = f"{fork} tokens equal, then a tie: {leads[fork]:.1e} between the two"
+        return f"{seen}; all later ones within {max(leads):.1e}"
 
     return judged(f"speculative equals plain, prompt {index}", judge)
 
 
-def _lead(loaded: LoadedPackage, token_ids: Sequence[int]) -> float:
-    """How much the best next token's logit is above the second best one's."""
-    options = options_for(loaded, [Ask(tuple(token_ids), 2, 0)], EngineOptions())
-    best = np.sort(dump(loaded, token_ids, 0, options)["logits"][-1])
-    return float(best[-1] - best[-2])
+def _not_the_same(index: int, at: int, pair: tuple[Sequence[int], Sequence[int]], lead: str) -> Refused:
+    plain, speculative = (list(tokens[at : at + 1]) for tokens in pair)
+    forked = pair[0][:at] != pair[1][:at]
+    return Refused(
+        f"prompt {index} token {at}",
+        expected=f"{'another one after the tokens before it' if forked else plain}{lead}",
+        found=speculative,
+        remedy="do not deploy it: a state or cache is rolled back wrongly",
+    )
+
+
+def _leads(loaded: LoadedPackage, prompt: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+    """How much the best token's logit is above each of these tokens', after all tokens before it."""
+    fed = [*prompt, *token_ids][: loaded.package.context_length - DUMPED_TOKENS]
+    options = options_for(loaded, [Ask(tuple(fed), DUMPED_TOKENS, 0)], EngineOptions())
+    logits = dump(loaded, fed, 0, options)["logits"][len(prompt) - 1 :]
+    return [float(row.max() - row[token]) for row, token in zip(logits, token_ids, strict=False)]
 
 
 def _acceptance(done: Generation) -> dict[str, Any]:

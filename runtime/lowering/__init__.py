@@ -24,6 +24,10 @@ HasKernel = Callable[[ir.Node], bool]
 """Whether the provider has a kernel for a node in float32."""
 
 
+class NoKernel(MachineError):
+    """An op of the graph can be run neither as it is nor by a reference function."""
+
+
 Edit = Callable[[ir.Model], None]
 """A change to a loaded model, made in memory before anything else."""
 
@@ -85,9 +89,7 @@ def _replace(model: ir.Model, node: ir.Node) -> None:
 
     function = getattr(functions, node.op_type, None)
     if function is None:
-        raise MachineError(
-            f"{node.name}: the installed ONNX Runtime has no kernel for {node.op_type}; install another one"
-        )
+        raise NoKernel(f"{node.name}: the installed ONNX Runtime has no kernel for {node.op_type}; install another one")
     signature = function.function_ir
     _check_covered(node, len(signature.inputs), set(signature.attributes))
     _define(model, function)

@@ -42,6 +42,7 @@ def choose_tokens(model: ir.Model) -> None:
 
 
 def _add_best(graph: ir.Graph, logits: ir.Value) -> None:
+    """By ArgMax, for which CUDA has a kernel from ONNX Runtime 1.31.1 on."""
     logits.shape = ir.Shape(["num_scored", *logits.shape[1:]]) if logits.shape else None
     places = ir.Value(name="choose/places")
     best = ir.node("ArgMax", [logits], {"axis": -1, "keepdims": 1}, outputs=[places], name="choose/best")

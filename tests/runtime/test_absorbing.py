@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import onnx_ir as ir
 import pytest
 
 from runtime.lowering.absorbing import absorb_rotations
+from runtime.place import GPU, HOST
+from runtime.session import _edits
+from tests.runtime.conftest import ADDRESSED
 
 
 def counts(model: ir.Model) -> Counter[str]:
@@ -59,6 +64,50 @@ def test_attention_normalizes_and_rotates(trained_folder: Path, graph: str) -> N
         assert node.input[2:8] == original.input[2:8]
         assert node.input[16] == original.input[16]
     assert layers
+
+
+def _rotary(node: ir.Node, index: int) -> ir.Node:
+    """What rotates this input of an attention."""
+    maker = node.inputs[index].producer()  # type: ignore[union-attr]
+    while maker is not None and maker.op_type != "MRotaryEmbedding":
+        maker = maker.inputs[0].producer()  # type: ignore[union-attr]
+    assert maker is not None
+    return maker
+
+
+def _norm(node: ir.Node, index: int) -> ir.Node:
+    maker = _rotary(node, index)
+    while maker.op_type != "SimplifiedLayerNormalization":
+        maker = maker.inputs[0].producer()  # type: ignore[union-attr,assignment]
+    return maker
+
+
+ODD: dict[str, Callable[[ir.Node], None]] = {
+    "another epsilon": lambda node: _norm(node, 1).attributes.add(ir.AttrFloat32("epsilon", 0.5)),
+    "pairs in place of halves": lambda node: _rotary(node, 0).attributes.add(ir.AttrInt64("interleaved", 1)),
+    "a scale": lambda node: _rotary(node, 0).attributes.add(ir.AttrFloat32("scale", 2.0)),
+    "another table": lambda node: _rotary(node, 0).replace_input_with(2, _rotary(node, 0).inputs[3]),
+    "other positions": lambda node: _rotary(node, 0).replace_input_with(1, _rotary(node, 0).inputs[2]),
+    "a rotation of its own": lambda node: node.attributes.add(ir.AttrInt64("do_rotary", 1)),
+    "a norm of its own": lambda node: (node.resize_inputs(14), node.replace_input_with(12, node.inputs[2]))[0],
+}
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_what_attention_does_not_do_the_same_way_stays(trained_folder: Path, odd: str) -> None:
+    model = ir.load(trained_folder / "model.onnx")
+    nodes = [node for node in model.graph if node.op_type == "PagedAttention"]
+    ODD[odd](nodes[0])
+    absorb_rotations(model)
+    assert counts(model)["MRotaryEmbedding"] == 2
+    assert len(nodes) > 1
+
+
+def test_only_half_precision_on_a_device_is_changed() -> None:
+    assert absorb_rotations in _edits(GPU)
+    assert absorb_rotations not in _edits(ADDRESSED)
+    assert absorb_rotations not in _edits(replace(GPU, widened=True)), "attention is spelled out there"
+    assert _edits(HOST) == []
 
 
 def test_a_rotation_with_another_user_stays(trained_folder: Path) -> None:

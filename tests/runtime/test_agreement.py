@@ -288,3 +288,10 @@ def test_a_mixture_is_known_by_its_graph(trained_folder: Path, tmp_path: Path) -
     for folder, mixture in ((tmp_path / "p", True), (trained_folder, False)):
         package = runtime.load(folder).package
         assert package.mtp and package.target.mixture == package.mtp.mixture == mixture
+
+
+@pytest.mark.parametrize("token", [-1, 8])
+def test_a_references_token_that_is_none_is_its_fault(token: int) -> None:
+    logits = np.eye(8, dtype=np.float32)[:2]
+    with pytest.raises(Refused, match=r"logits tokens: expected token ids from 0 to 7, .*; mend the reference"):
+        check_best("logits", (logits, logits), (np.array([0, 1]), np.array([0, token])), Rounding("float16", 4, False))

@@ -6,6 +6,7 @@ On a GPU the same graphs run on the same addresses; only the provider differs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -226,6 +227,22 @@ def test_logits_that_are_no_numbers_are_an_error_where_the_graph_chooses(
     with pytest.raises(DraftsmithError, match="not numbers"):
         engine.step()
     assert len(request.token_ids) == 1
+
+
+@pytest.mark.parametrize("checkpoints", [0, 4])
+def test_nothing_is_cleared_in_a_plain_step_that_nobody_captures(
+    addressed: LoadedPackage, prompts: list[list[int]], checkpoints: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where active capture makes a graph compute a series of checkpoints, nobody asks for it in vain."""
+    monkeypatch.setattr(addressed, "package", dataclasses.replace(addressed.package, checkpoints=checkpoints))
+    engine = Engine(addressed, EngineOptions(num_blocks=4, max_batch_size=1, max_draft_tokens=0))
+    engine.submit(prompts[0], 4, 0)
+    engine.step()
+    (prompt,) = engine.target._runs._kept.values()
+    assert prompt.extra[contract.CAPTURE_ACTIVE].tolist() == [0]
+    engine.step()
+    plain = next(reversed(engine.target._runs._kept.values()))
+    assert plain.extra[contract.CAPTURE_ACTIVE].tolist() == [0 if checkpoints else 1]
 
 
 def test_memory_that_cannot_be_had_is_named() -> None:

@@ -23,10 +23,11 @@ from fixtures import LAYERS, TRACED
 from runtime import VerifyOptions, loading, session, verify
 from runtime import reference as reference_module
 from runtime import trace as trace_module
-from runtime.lowering import Edit
+from runtime.lowering import Edit, NoKernel
 from runtime.lowering.tapping import ADD_AND_NORM, TAP, tap_residuals
 from runtime.place import HOST
 from runtime.recording import dump
+from runtime.rounding import Rounding, relative_error
 from runtime.trace import Point, describe, trace
 from runtime.verification import UsageError
 from tests.damage import Damage, damaged, doubled_norm, swapped
@@ -241,22 +242,45 @@ def test_a_device_that_is_off_is_named_by_layer_and_part(
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("error", "falls_back"), [(NoKernel, True), (MachineError, False)])
 def test_where_the_cpu_lacks_a_kernel_the_device_says_it_in_float32(
-    trained_folder: Path, monkeypatch: pytest.MonkeyPatch
+    trained_folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[MachineError], falls_back: bool
 ) -> None:
+    """The device runs in half precision, as far as its place says. Too little memory is no reason to ask it."""
     places = []
 
     def open_session(graph: Any, ep: Any, edit: Edit, place: Any) -> Any:
         places.append(place)
         if ep == "cpu":
-            raise MachineError("no kernel")
-        return loading.open_session(graph, ep, edit, place)
+            raise error("not here")
+        return loading.open_session(graph, ep, edit, ADDRESSED)
 
     monkeypatch.setattr(trace_module, "open_session", open_session)
-    found = verify(trained_folder, VerifyOptions(ep="cuda", trace=True))
-    (detail,) = [check.detail for check in found.checks if check.name == "trace"]
-    assert found.ok and "; against float32 on the GPU, " in detail
-    assert places == [None, None, replace(ADDRESSED, widened=True)]
+    loaded = runtime.load(trained_folder, "cuda")
+    loaded.target.place = replace(ADDRESSED, widened=False)
+    if falls_back:
+        points, against = trace(loaded, [1, 2, 3], None)
+        assert against == "float32 on the GPU, for want of a kernel on the CPU, 3 tokens"
+        assert places == [None, None, ADDRESSED]
+        assert points[0].limit == Rounding("float16", 1, mixture=False).limit
+    else:
+        with pytest.raises(MachineError, match="not here"):
+            trace(loaded, [1, 2, 3], None)
+
+
+def test_rows_beside_a_large_one_count() -> None:
+    """As those of attention sinks are: a hundred times the others."""
+    rng = np.random.default_rng(0)
+    theirs = rng.standard_normal((24, 64))
+    theirs[0] *= 1000
+    ours = theirs.copy()
+    ours[1:] = rng.standard_normal((23, 64))
+    dense = Rounding("bfloat16", 8, mixture=False)
+    assert relative_error(ours, theirs) < dense.limit
+    assert trace_module._error(ours, theirs, dense) > 1
+    assert trace_module._error(theirs, theirs, dense) == 0
+    ours[0] = np.nan
+    assert np.isnan(trace_module._error(ours, theirs, dense))
 
 
 @pytest.mark.usefixtures("device")

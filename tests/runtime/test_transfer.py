@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from runtime.place import DeviceArray
@@ -42,6 +45,57 @@ def test_only_what_changed_is_sent() -> None:
     np.testing.assert_array_equal(values(block.parts["second"]), [0, 7])
     np.testing.assert_array_equal(values(block.parts["first"]), [0, 1, 2])
     assert not block.send()
+
+
+def test_what_failed_is_sent_again() -> None:
+    """Also when the array has not changed since: a step that was interrupted in its copy is repeated as it was."""
+
+    class Failing:
+        def __init__(self, memory: ort.OrtValue) -> None:
+            self.memory = memory
+
+        def update_inplace(self, array: np.ndarray[Any, Any]) -> None:
+            raise KeyboardInterrupt
+
+    array = np.arange(3)
+    block = Block({"array": array}, ADDRESSED)
+    assert block.send()
+    array[0], memory = 9, block._memory
+    block._memory = Failing(memory)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        block.send()
+    block._memory = memory
+    assert block.send()
+    np.testing.assert_array_equal(values(block.parts["array"]), [9, 1, 2])
+
+
+def test_what_was_sent_has_arrived_before_a_run_may_start() -> None:
+    """Reading back waits for the copy."""
+    seen: list[str] = []
+
+    class Spy:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def update_inplace(self, array: np.ndarray[Any, Any]) -> None:
+            seen.append(f"send to {self.name}")
+
+        def numpy(self) -> None:
+            seen.append(f"read {self.name}")
+
+    block = Block({"array": np.arange(3)}, ADDRESSED)
+    block._memory, block._mark = Spy("memory"), Spy("mark")  # type: ignore[assignment]
+    block.send()
+    assert seen == ["send to memory", "read mark"]
+
+
+def test_bytes_are_compared() -> None:
+    array = np.array([0.0, np.nan])
+    block = Block({"array": array}, ADDRESSED)
+    assert block.send()
+    assert not block.send(), "NaN is what it was"
+    array[0] = -0.0
+    assert block.send()
 
 
 def test_zeros_are_sent_the_first_time_too() -> None:

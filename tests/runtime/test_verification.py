@@ -313,7 +313,7 @@ def test_nan_between_two_tokens_is_no_tie(trained_folder: Path, monkeypatch: pyt
         return done
 
     monkeypatch.setattr(verification, "generate", other)
-    monkeypatch.setattr(verification, "_lead", lambda *arguments: float("nan"))
+    monkeypatch.setattr(verification, "_leads", lambda *arguments: [float("nan")] * 32)
     assert failed(verify(trained_folder)).keys() == {"speculative equals plain, prompt 0"}
 
 
@@ -476,6 +476,46 @@ def test_a_tie_is_as_wide_as_the_rounding_of_the_type(
         return done
 
     monkeypatch.setattr(verification, "generate", other)
-    monkeypatch.setattr(verification, "_lead", lambda *arguments: 0.2)
+    monkeypatch.setattr(verification, "_leads", lambda loaded, prompt, token_ids: [0.0] * 4 + [0.2] * 28)
     monkeypatch.setattr(verification.Rounding, "of", lambda loaded: Rounding(dtype, 8, mixture=False))
     assert verify(trained_folder).ok == ok
+
+
+@pytest.mark.parametrize("behind", [1, 10])
+def test_behind_a_tie_every_token_is_judged(trained_folder: Path, monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
+    """A state that is rolled back wrongly where a tie was is no tie: its tokens are not those of its text."""
+    generate = verification.generate
+    texts: list[list[int]] = []
+
+    def other(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
+        done = generate(package, asks, options)
+        if asks[0].draft_tokens:
+            texts.append(done.requests[0].token_ids)
+            done.requests[0].token_ids[4] += 1
+            done.requests[0].token_ids[4 + behind :] = [7] * (28 - behind)
+        return done
+
+    leads = verification._leads
+
+    def tied(loaded: Any, prompt: Any, token_ids: Any) -> list[float]:
+        found = leads(loaded, prompt, token_ids)
+        return [0.0 if 4 <= place < 4 + behind else lead for place, lead in enumerate(found)]
+
+    monkeypatch.setattr(verification, "generate", other)
+    monkeypatch.setattr(verification, "_leads", tied)
+    wrong = failed(verify(trained_folder))["speculative equals plain, prompt 0"]
+    assert f"prompt 0 token {4 + behind}: expected another one after the tokens before it" in wrong
+
+
+def test_a_text_that_ends_early_is_no_tie(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = verification.generate
+
+    def shorter(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
+        done = generate(package, asks, options)
+        if asks[0].draft_tokens:
+            del done.requests[0].token_ids[9:]
+        return done
+
+    monkeypatch.setattr(verification, "generate", shorter)
+    monkeypatch.setattr(verification, "ROUNDING", 1e9)
+    assert "prompt 0 token 9" in failed(verify(trained_folder))["speculative equals plain, prompt 0"]
