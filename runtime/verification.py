@@ -144,8 +144,9 @@ def _check_trace(loaded: LoadedPackage, options: VerifyOptions, answers: referen
 
 
 def _trace(loaded: LoadedPackage, plan: _Plan, answers: reference.Arrays, points: list[Point]) -> Check:
-    """Adds what was found to `points`, sound or not. Of the plan's prompts the longest: the few rows of a short one have
-    no median to speak of.
+    """Adds what was found to `points`, sound or not.
+
+    Of the plan's prompts the longest is traced: the few rows of a short one have no median to speak of.
     """
     layers = reference.layers(answers)
     token_ids = reference.prompt(answers) or max((ask.token_ids for ask in plan.asks), key=len)
