@@ -8,14 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
+from numpy.typing import NDArray
 
-from runtime.lowering.absorbing import absorb_rotations
+from runtime.lowering.absorbing import _rotation, absorb_rotations
 from runtime.place import GPU, HOST
 from runtime.session import _edits
 from tests.runtime.conftest import ADDRESSED
+
+Array = NDArray[Any]
 
 
 def counts(model: ir.Model) -> Counter[str]:
@@ -118,3 +123,57 @@ def test_a_rotation_with_another_user_stays(trained_folder: Path) -> None:
     absorb_rotations(model)
     assert counts(model)["MRotaryEmbedding"] == 2
     assert before > 2
+
+
+def fused(x: Array, weight: Array, tables: tuple[Array, Array], epsilon: float, past: int) -> Array:
+    """What PagedAttention documents of its norm and rotation, in float64: x [T, heads, D] at positions past, past + 1, …
+
+    The first half of the rotated channels is turned against the second one; channels beyond are only normalized.
+    """
+    normed = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+    cos, sin = (table[past : past + len(x), None] for table in tables)
+    half = cos.shape[-1]
+    first, second, rest = normed[..., :half], normed[..., half : 2 * half], normed[..., 2 * half :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["query", "key"])
+def test_the_nodes_mean_what_attention_does_in_their_place(trained_folder: Path, index: int) -> None:
+    """The chain's own nodes, run by themselves, against the formula of the fused op."""
+    model = ir.load(trained_folder / "model.onnx")
+    node = next(node for node in model.graph if node.op_type == "PagedAttention")
+    chain = _rotation(node.inputs[index])
+    assert chain
+    rng, past, tokens = np.random.default_rng(index), 7, 5
+    dim = chain.norm.inputs[1].shape[0]  # type: ignore[index,union-attr]
+    heads, half = (
+        int(node.attributes["num_heads" if not index else "kv_num_heads"].as_int()),
+        chain.rotary.inputs[2].shape[1],
+    )  # type: ignore[index,union-attr]
+    given = {
+        chain.norm.inputs[0]: rng.standard_normal((tokens, heads, dim)).astype(np.float16),
+        chain.norm.inputs[1]: rng.uniform(0.5, 2, dim).astype(np.float16),
+        chain.rotary.inputs[1]: np.broadcast_to(past + np.arange(tokens), (3, 1, tokens)).copy(),
+        chain.rotary.inputs[2]: rng.uniform(-1, 1, (32, half)).astype(np.float32),
+        chain.rotary.inputs[3]: rng.uniform(-1, 1, (32, half)).astype(np.float32),
+        chain.rows.inputs[1]: chain.rows.inputs[1].const_value.numpy(),  # type: ignore[union-attr]
+        chain.squeeze.inputs[1]: chain.squeeze.inputs[1].const_value.numpy(),  # type: ignore[union-attr]
+    }
+    feed = {value.name: array for value, array in given.items() if value is not None and value.name is not None}
+    nodes = [chain.norm, chain.rows, chain.widened, chain.rotary, chain.cast, chain.squeeze]
+    graph = onnx.helper.make_graph(
+        [ir.to_proto(node) for node in nodes],
+        "chain",
+        [
+            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in feed.items()
+        ],
+        [onnx.helper.make_tensor_value_info(chain.squeeze.outputs[0].name or "", onnx.TensorProto.FLOAT16, None)],
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    (found,) = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feed)
+    x, weight, _, cos, sin, *_ = (array.astype(np.float64) for array in given.values())
+    epsilon = chain.norm.attributes["epsilon"].as_float()
+    expected = fused(x, weight, (cos, sin), epsilon, past).reshape(tokens, -1)
+    np.testing.assert_allclose(found, expected, atol=4e-3, rtol=2e-3)
