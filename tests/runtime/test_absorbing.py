@@ -126,7 +126,7 @@ def test_a_rotation_with_another_user_stays(trained_folder: Path) -> None:
 
 
 def fused(x: Array, weight: Array, tables: tuple[Array, Array], epsilon: float, past: int) -> Array:
-    """What PagedAttention documents of its norm and rotation, in float64: x [T, heads, D] at positions past, past + 1, …
+    """What PagedAttention documents of its norm and rotation, in float64: x [T, heads, D] at positions from `past` on.
 
     The first half of the rotated channels is turned against the second one; channels beyond are only normalized.
     """
