@@ -146,10 +146,8 @@ def test_the_nodes_mean_what_attention_does_in_their_place(trained_folder: Path,
     assert chain
     rng, past, tokens = np.random.default_rng(index), 7, 5
     dim = chain.norm.inputs[1].shape[0]  # type: ignore[index,union-attr]
-    heads, half = (
-        int(node.attributes["num_heads" if not index else "kv_num_heads"].as_int()),
-        chain.rotary.inputs[2].shape[1],
-    )  # type: ignore[index,union-attr]
+    heads = node.attributes["kv_num_heads" if index else "num_heads"].as_int()
+    half = chain.rotary.inputs[2].shape[1]  # type: ignore[index,union-attr]
     given = {
         chain.norm.inputs[0]: rng.standard_normal((tokens, heads, dim)).astype(np.float16),
         chain.norm.inputs[1]: rng.uniform(0.5, 2, dim).astype(np.float16),
