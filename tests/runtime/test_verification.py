@@ -303,16 +303,25 @@ def test_logits_that_are_no_numbers_are_named_in_every_prompt(
     }
 
 
-def test_nan_between_two_tokens_is_no_tie(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def speculate_otherwise(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[int]], None]) -> None:
+    """Changes the tokens [32] of the first request wherever it drafts."""
     generate = verification.generate
 
-    def other(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
+    def changed(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
         done = generate(package, asks, options)
         if asks[0].draft_tokens:
-            done.requests[0].token_ids[4] += 1
+            change(done.requests[0].token_ids)
         return done
 
-    monkeypatch.setattr(verification, "generate", other)
+    monkeypatch.setattr(verification, "generate", changed)
+
+
+def another_token(token_ids: list[int]) -> None:
+    token_ids[4] += 1
+
+
+def test_nan_between_two_tokens_is_no_tie(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speculate_otherwise(monkeypatch, another_token)
     monkeypatch.setattr(verification, "_leads", lambda *arguments: [float("nan")] * 32)
     assert failed(verify(trained_folder)).keys() == {"speculative equals plain, prompt 0"}
 
@@ -446,15 +455,7 @@ def test_a_tie_within_rounding_is_shown_and_passes(
     trained_folder: Path, monkeypatch: pytest.MonkeyPatch, reference: Mapping[str, NDArray[Any]]
 ) -> None:
     """Another token is a failure where the plain logits were sure of theirs, and a tie where they were not."""
-    generate = verification.generate
-
-    def other(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
-        done = generate(package, asks, options)
-        if asks[0].draft_tokens:
-            done.requests[0].token_ids[4] += 1
-        return done
-
-    monkeypatch.setattr(verification, "generate", other)
+    speculate_otherwise(monkeypatch, another_token)
     name = "speculative equals plain, prompt 0"
     wrong = failed(verify(trained_folder))
     assert wrong.keys() == {name} and "prompt 0 token 4: expected" in wrong[name]
@@ -467,15 +468,7 @@ def test_a_tie_within_rounding_is_shown_and_passes(
 def test_a_tie_is_as_wide_as_the_rounding_of_the_type(
     trained_folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, ok: bool
 ) -> None:
-    generate = verification.generate
-
-    def other(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
-        done = generate(package, asks, options)
-        if asks[0].draft_tokens:
-            done.requests[0].token_ids[4] += 1
-        return done
-
-    monkeypatch.setattr(verification, "generate", other)
+    speculate_otherwise(monkeypatch, another_token)
     monkeypatch.setattr(verification, "_leads", lambda loaded, prompt, token_ids: [0.0] * 4 + [0.2] * 28)
     monkeypatch.setattr(verification.Rounding, "of", lambda loaded: Rounding(dtype, 8, mixture=False))
     assert verify(trained_folder).ok == ok
@@ -484,38 +477,27 @@ def test_a_tie_is_as_wide_as_the_rounding_of_the_type(
 @pytest.mark.parametrize("behind", [1, 10])
 def test_behind_a_tie_every_token_is_judged(trained_folder: Path, monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
     """A state that is rolled back wrongly where a tie was is no tie: its tokens are not those of its text."""
-    generate = verification.generate
-    texts: list[list[int]] = []
 
-    def other(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
-        done = generate(package, asks, options)
-        if asks[0].draft_tokens:
-            texts.append(done.requests[0].token_ids)
-            done.requests[0].token_ids[4] += 1
-            done.requests[0].token_ids[4 + behind :] = [7] * (28 - behind)
-        return done
+    def lost(token_ids: list[int]) -> None:
+        another_token(token_ids)
+        token_ids[4 + behind :] = [7] * (28 - behind)
 
+    speculate_otherwise(monkeypatch, lost)
     leads = verification._leads
 
     def tied(loaded: Any, prompt: Any, token_ids: Any) -> list[float]:
         found = leads(loaded, prompt, token_ids)
         return [0.0 if 4 <= place < 4 + behind else lead for place, lead in enumerate(found)]
 
-    monkeypatch.setattr(verification, "generate", other)
     monkeypatch.setattr(verification, "_leads", tied)
     wrong = failed(verify(trained_folder))["speculative equals plain, prompt 0"]
     assert f"prompt 0 token {4 + behind}: expected another one after the tokens before it" in wrong
 
 
 def test_a_text_that_ends_early_is_no_tie(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = verification.generate
+    def cut(token_ids: list[int]) -> None:
+        del token_ids[9:]
 
-    def shorter(package: Any, asks: Any, options: Any, progress: Any = None) -> Any:
-        done = generate(package, asks, options)
-        if asks[0].draft_tokens:
-            del done.requests[0].token_ids[9:]
-        return done
-
-    monkeypatch.setattr(verification, "generate", shorter)
+    speculate_otherwise(monkeypatch, cut)
     monkeypatch.setattr(verification, "ROUNDING", 1e9)
     assert "prompt 0 token 9" in failed(verify(trained_folder))["speculative equals plain, prompt 0"]
