@@ -14,6 +14,8 @@ import builder
 from builder import findings
 from builder.checkpoint import Checkpoint, TensorRef
 from builder.config import parse_config
+from builder.findings import streaming
+from builder.quant.tensors import Fp8
 from builder.source import read_source
 from fixtures.writer import BF16, E4M3, Config, Dialect, Tensors, Tiny
 from tests.builder import oracle
@@ -122,7 +124,7 @@ def test_chunks_change_nothing(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatc
 
     folder = tiny(edit=flush)
     whole = builder.inspect(folder)
-    monkeypatch.setattr(findings, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 1)
     assert builder.inspect(folder) == whole
     assert zero_rows(whole) == {GATE: (1, 96)} and whole["not_finite"] == {"model.embed_tokens.weight": 1}
 
@@ -132,7 +134,7 @@ def test_no_read_is_larger_than_a_chunk(tiny: TinyFactory, monkeypatch: pytest.M
     sizes: list[int] = []
     read = TensorRef.read
     monkeypatch.setattr(TensorRef, "read", lambda ref: (sizes.append(ref.nbytes), read(ref))[1])
-    monkeypatch.setattr(findings, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 512)
     folder = tiny("compressed-tensors")
     builder.inspect(folder)
     assert max(sizes) == 512 and sum(sizes) > 100_000
@@ -446,10 +448,10 @@ def test_differences_are_found_past_the_first_block_of_rows(tmp_path: Path) -> N
     }
     stored = oracle.Raw("F8_E4M3", weight.shape, weight.tobytes()), oracle.Raw("F32", scale.shape, scale.tobytes())
     expected = oracle.linear({"weight": stored[0], "weight_scale": stored[1]}) - other.astype(np.float64)
-    fp8 = findings.Fp8(refs["weight"], refs["scale"], (128, 128))
+    fp8 = Fp8(refs["weight"], refs["scale"], (128, 128))
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(findings, "CHUNK_BYTES", 1)
+        patch.setattr(streaming, "CHUNK_BYTES", 1)
         found = findings.max_difference(fp8, refs["other"], lambda task, done, total: seen.append(done))
     assert seen == [128, 256, 384, 400]
     assert found == pytest.approx(np.abs(expected).max(), rel=1e-6)
