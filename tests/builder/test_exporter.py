@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import builder
+from builder import reader
 from builder.errors import Refused
 from builder.exporter import ExportOptions
 from fixtures.writer import Config, Tensors, Tiny
@@ -62,6 +63,9 @@ def test_an_option_out_of_range_is_refused(
 )
 def test_the_ends_of_every_range_are_in_it(tiny: TinyFactory, tmp_path: Path, options: ExportOptions) -> None:
     builder.export(tiny("modelopt"), tmp_path / "out", options)
+    package = reader.read(tmp_path / "out")
+    for name in ("block_size", "max_batch_size", "max_draft_tokens", "context_length"):
+        assert getattr(package, name) == getattr(options, name)
 
 
 # The MTP head

@@ -208,7 +208,8 @@ def test_nan_is_found_wherever_it_is_stored(tmp_path: Path, index: int, dtype: A
 
 def test_float16_weights_need_no_check(tmp_path: Path) -> None:
     (item,) = stored(tmp_path, {"x": np.full(3, 65504, np.float16)})
-    placed([item], {item.key})
+    data, _ = placed([item], {item.key})
+    assert np.frombuffer(data[:6], np.float16).tolist() == [65504] * 3
 
 
 def test_a_file_that_shrank_meanwhile_is_refused(tmp_path: Path) -> None:
