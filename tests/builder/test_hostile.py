@@ -33,6 +33,7 @@ from builder.errors import Refused
 from fixtures import writer
 from fixtures.writer import CONFIG
 from fuzz import mutations
+from fuzz.mutations.odd_values import PATTERNS
 from fuzz.target import Finding, Target, TooLong, check_text, signature
 from tests.conftest import TinyFactory
 
@@ -262,7 +263,7 @@ def test_numbers_that_a_graph_cannot_hold_are_refused(change: dict[str, Any], ex
     assert f"config.json {expected}" in str(caught.value)
 
 
-@pytest.mark.parametrize("pattern", mutations.PATTERNS, ids=lambda pattern: ascii(pattern)[:30])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: ascii(pattern)[:30])
 def test_any_pattern_is_matched_or_refused(target: Target, tmp_path: Path, pattern: str) -> None:
     """Catastrophic ones, ones the compiler overflows on, and ones that are no pattern."""
 
