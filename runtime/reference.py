@@ -44,10 +44,12 @@ LAYERS = "layer_hidden_states"
 
 
 def read(path: Path) -> Arrays:
-    """Raises Refused for what is no .npz of one of the layouts, MachineError where it cannot be read."""
+    """Raises Refused for what is no .npz of one of the layouts or not there, MachineError where it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise Refused(path, expected="an .npz file", found=error.strerror, remedy="check --reference") from None
     except OSError as error:
         raise MachineError(f"{path}: {error.strerror or error}; it cannot be read") from error
     except Exception as error:  # zipfile and NumPy raise many kinds for damaged files

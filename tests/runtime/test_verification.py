@@ -131,8 +131,20 @@ def test_a_reference_of_another_layout_or_none_is_refused(trained_folder: Path, 
     np.savez(tmp_path / "r.npz", tokens=np.zeros(3))
     with pytest.raises(Refused, match=r"expected input_ids and logits, or prompt_I and greedy_I, found tokens"):
         verify(trained_folder, VerifyOptions(reference=tmp_path / "r.npz"))
-    with pytest.raises(MachineError, match="No such file"):
-        verify(trained_folder, VerifyOptions(reference=tmp_path / "none.npz"))
+    for path, found in (("none.npz", "No such file"), ("r.npz/none.npz", "Not a directory"), (".", "Is a directory")):
+        with pytest.raises(Refused, match=f"expected an .npz file, found {found}.*; check --reference"):
+            verify(trained_folder, VerifyOptions(reference=tmp_path / path))
+
+
+def test_a_reference_that_the_machine_does_not_give_is_its_fault(
+    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(reference_module.np, "load", refuse)
+    with pytest.raises(MachineError, match=r"r\.npz: Permission denied; it cannot be read"):
+        verify(trained_folder, VerifyOptions(reference=tmp_path / "r.npz"))
 
 
 Edit = Callable[[dict[str, Any]], Any]
