@@ -49,8 +49,16 @@ def at(document: Document, path: tuple[str, ...]) -> Document:
     return document
 
 
-def test_the_real_parser_accepts_every_package(package_folder: Path) -> None:
+def test_the_real_parser_accepts_every_package(package_folder: Path, tmp_path: Path) -> None:
+    """And would not accept it with a key that it does not know, so it has read all of it."""
     Config(str(package_folder))
+    document = json.loads((package_folder / "genai_config.json").read_text("utf-8"))
+    for section in (document, document["model"], document["search"], document["engine"]["dynamic_batching"]):
+        section["unknown_to_everybody"] = {}
+        (tmp_path / "genai_config.json").write_text(json.dumps(document), "utf-8")
+        with pytest.raises(Exception, match="unknown_to_everybody"):
+            Config(str(tmp_path))
+        del section["unknown_to_everybody"]
 
 
 def test_the_real_parser_knows_every_key(packages: Mapping[str, Path], tmp_path: Path) -> None:
