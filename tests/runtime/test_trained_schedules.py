@@ -108,6 +108,31 @@ def test_random_schedules(
     assert min(seen[name] for name in ("drafts", "preemptions", "failures", "rejected")) >= SCHEDULES / 3, seen
 
 
+def some_engine(trained: LoadedPackage, prompts: list[list[int]], random: np.random.Generator) -> Engine:
+    """Blocks, batch and token budget from narrow to plenty."""
+    block_size = int(random.choice([3, 7, 16, 32]))
+    needed = max(-(-(len(prompt) + LENGTH) // block_size) for prompt in prompts)
+    options = EngineOptions(
+        num_blocks=int(needed * random.choice([1, 1.5, 3, 9])),
+        block_size=block_size,
+        max_batch_size=int(random.choice([2, 4, 8])),
+        max_scheduled_tokens=int(random.choice([6, 23, 64, 2048])),
+        proposer="mtp",
+    )
+    return Engine(trained, options)
+
+
+def disturb(engine: Engine, step: int, random: np.random.Generator) -> None:
+    """Changes of K, a preemption, a failure in this step: each now and then."""
+    for request in list(engine._running):
+        if random.random() < 0.05:
+            request.set_draft_tokens(int(random.integers(0, DRAFTS + 1)))
+    if engine._running and random.random() < 0.03:
+        engine.preempt(engine._running[int(random.integers(len(engine._running)))])
+    if random.random() < 0.05:
+        engine._watch = FailAt(random.choice(["reserve", "draft", "run", "accept", "follow", "prepare"]), step)
+
+
 def run_schedule(
     trained: LoadedPackage,
     prompts: list[list[int]],
@@ -117,18 +142,7 @@ def run_schedule(
     seed: int,
 ) -> None:
     random = np.random.default_rng(seed)
-    block_size = int(random.choice([3, 7, 16, 32]))
-    needed = max(-(-(len(prompt) + LENGTH) // block_size) for prompt in prompts)
-    engine = Engine(
-        trained,
-        EngineOptions(
-            num_blocks=int(needed * random.choice([1, 1.5, 3, 9])),
-            block_size=block_size,
-            max_batch_size=int(random.choice([2, 4, 8])),
-            max_scheduled_tokens=int(random.choice([6, 23, 64, 2048])),
-            proposer="mtp",
-        ),
-    )
+    engine = some_engine(trained, prompts, random)
     make_drafts = engine._draft
     rounds: list[dict[Request, tuple[int, ...]]] = []
 
@@ -147,13 +161,7 @@ def run_schedule(
             index = arrivals.pop(0)[1]
             length = int(random.choice([5, 17, LENGTH]))
             which[engine.submit(prompts[index], length, int(random.integers(0, DRAFTS + 1)))] = index
-        for request in list(engine._running):
-            if random.random() < 0.05:
-                request.set_draft_tokens(int(random.integers(0, DRAFTS + 1)))
-        if engine._running and random.random() < 0.03:
-            engine.preempt(engine._running[int(random.integers(len(engine._running)))])
-        if random.random() < 0.05:
-            engine._watch = FailAt(random.choice(["reserve", "draft", "run", "accept", "follow", "prepare"]), step)
+        disturb(engine, step, random)
         rounds.clear()
         try:
             known = {request: request.num_known for request in which}
