@@ -51,7 +51,11 @@ def seeded(*parts: object) -> bytes:
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=24, max_size=96))
 def test_a_damaged_checkpoint_is_exported_or_refused(target: Target, data: bytes) -> None:
+    """run() raises for whatever else happens."""
+    before = Counter(target.counts)
     target.run(data)
+    ended = Counter(target.counts) - before
+    assert ended["executions"] == ended["succeeded"] + ended["refused"] == 1
 
 
 def test_many_inputs_get_past_the_header_parser(target: Target) -> None:

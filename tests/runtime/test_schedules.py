@@ -7,9 +7,10 @@ pools from tiny to ample. After every step everything committed is compared with
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
@@ -76,6 +77,9 @@ def committed(engine: Engine, request: Request) -> tuple[Any, ...]:
 
 class Schedules(RuleBasedStateMachine):
     """One engine, whatever may happen to it, and plain greedy decoding as the judge."""
+
+    happened: ClassVar[Counter[str]] = Counter()
+    """What all schedules that came to their end have gone through."""
 
     @initialize(
         block_size=st.integers(1, 8),
@@ -255,6 +259,14 @@ class Schedules(RuleBasedStateMachine):
         for request, expected in self.requests:
             tokens = tuple(request.token_ids)
             assert tokens == (expected[: len(tokens)] if request.finish_reason == "cancelled" else expected)
+        stats = self.engine.stats
+        self.happened.update(
+            accepted=stats.draft_tokens_accepted,
+            rejected=stats.correction_tokens,
+            preempted=stats.preemptions,
+            aborted=stats.aborted_steps,
+            finished=1,
+        )
 
 
 def check_committed(engine: Engine, request: Request) -> None:
@@ -281,6 +293,8 @@ def check_committed(engine: Engine, request: Request) -> None:
 
 
 def test_random_schedules_give_plain_greedys_tokens() -> None:
+    """Every rule, invariant and teardown judges; what is asserted here is that there was something to judge."""
+    Schedules.happened.clear()
     run_state_machine_as_test(
         Schedules,
         settings=settings(
@@ -291,6 +305,9 @@ def test_random_schedules_give_plain_greedys_tokens() -> None:
             print_blob=True,
         ),
     )
+    print(dict(Schedules.happened))
+    assert Schedules.happened["finished"] >= SCHEDULES / 2
+    assert min(Schedules.happened.values()) >= SCHEDULES / 30
 
 
 def test_the_fake_tells_orders_apart() -> None:
