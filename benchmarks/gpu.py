@@ -2,9 +2,9 @@
 
 Medians over repeats: milliseconds of a plain step and of a round of K drafts at several batch sizes, and tokens/s of a
 prompt. The floor of a plain step is the bytes of the target's weights at the measured bandwidth of a copy. Without
---package a sparse look-alike of 27B is made and exported: its weights are zero, so it accepts every draft, and a round
-of it costs what any round costs. How many tokens a round is worth is taken from the trained checkpoint's oracle: tokens
-a second of rounds are that combination, and no measurement.
+--package a look-alike of 27B with random weights is made and exported (22.5 GB). It accepts next to no draft, so that
+every round rolls back; how many tokens a round is worth is taken from the trained checkpoint's oracle: tokens a second
+of rounds are that combination, and no measurement.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
@@ -31,6 +31,7 @@ PLAIN = json.dumps({"model": {"mtp": {"enabled": False}}})
 
 @click.command()
 @click.option("--package", type=click.Path(path_type=Path), help="A package; a look-alike of 27B without.")
+@click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), default="float16", show_default=True)
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--steps", default=24, show_default=True, help="Steps timed in each repeat.")
 @click.option("--draft-tokens", default=3, show_default=True)
@@ -38,11 +39,18 @@ PLAIN = json.dumps({"model": {"mtp": {"enabled": False}}})
 @click.option("--prefill", default="2048,8192", show_default=True)
 @click.option("--engine/--no-engine", default=True, show_default=True, help="Time onnxruntime-genai's Engine too.")
 def main(
-    package: Path | None, repeats: int, steps: int, draft_tokens: int, batches: str, prefill: str, engine: bool
+    package: Path | None,
+    dtype: Literal["float16", "bfloat16"],
+    repeats: int,
+    steps: int,
+    draft_tokens: int,
+    batches: str,
+    prefill: str,
+    engine: bool,
 ) -> None:
     """Print medians and ratios."""
     with tempfile.TemporaryDirectory() as folder:
-        path = package or make(Path(folder))
+        path = package or make(Path(folder), dtype)
         sizes = [int(size) for size in batches.split(",")]
         prompts = [int(size) for size in prefill.split(",") if size]
         floor = weight_bytes(path) / copy_bandwidth()
@@ -53,9 +61,9 @@ def main(
         report(figures, floor, tokens_a_round(draft_tokens))
 
 
-def make(folder: Path) -> Path:
-    lookalike.write(folder / "checkpoint", lookalike.Geometry())
-    builder.export(folder / "checkpoint", folder / "package", builder.ExportOptions(weights="link"))
+def make(folder: Path, dtype: Literal["float16", "bfloat16"] = "float16") -> Path:
+    lookalike.write(folder / "checkpoint", lookalike.Geometry(), dense=True)
+    builder.export(folder / "checkpoint", folder / "package", builder.ExportOptions(weights="link", dtype=dtype))
     return folder / "package"
 
 

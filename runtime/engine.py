@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from builder.contract import HIDDEN_STATES
 from builder.errors import DraftsmithError, Refused
 from builder.reader import Package
 from runtime import limits, ngram
@@ -18,6 +19,7 @@ from runtime.acceptance import Verdict, accept, scored_rows
 from runtime.blocks import BlockPool
 from runtime.failures import Boundary, Watch
 from runtime.head import HeadModel
+from runtime.hidden_memory import HiddenMemory
 from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.packing import Array
@@ -80,11 +82,18 @@ class Engine:
                 drafting=self.max_draft_tokens > 0,
             )
         self._pool = BlockPool(num_blocks, block_size)
-        self.target = TargetModel(self.package, package.target, num_blocks, block_size, options.max_batch_size)
+        seats, depth = options.max_batch_size, self.max_draft_tokens
+        self._hidden: HiddenMemory | None = None
+        if head and not package.target.place.is_host:
+            spec, rows = self.package.target.io.output(HIDDEN_STATES), num_blocks * block_size
+            rows = min(options.max_scheduled_tokens, rows)
+            self._hidden = HiddenMemory(spec, rows, seats, depth + 1, package.target.place)
+        self.target = TargetModel(self.package, package.target, num_blocks, block_size, seats, memory=self._hidden)
         self.proposer: MtpProposer | None = None
         if head:
-            rows, depth = options.max_batch_size, self.max_draft_tokens
-            model = HeadModel(head, package.mtp(), num_blocks, block_size, depth=depth, num_rows=rows)
+            model = HeadModel(
+                head, package.mtp(), num_blocks, block_size, depth=depth, num_rows=seats, fed=self._hidden
+            )
             self.proposer = MtpProposer(model)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -190,6 +199,8 @@ class Engine:
 
     def _run(self, rows: Sequence[RowPlan], proposals: Mapping[Request, Sequence[int]]) -> dict[Request, list[int]]:
         """One transaction: everything that may fail comes before its commit."""
+        if self._hidden:
+            self._hidden.make_room(self._running)
         with Transaction(rows, self._pool, self.target.states, self._reach) as transaction:
             transaction.reserve(self._running[0].slot if self._running else None)
             drafted = self._draft(rows, proposals)
@@ -214,6 +225,8 @@ class Engine:
             self._reach("prepare")
             self._broken = RollbackFailed("a step was interrupted while it was published; call Engine.reset()")
             transaction.commit(kept)
+            if self._hidden:
+                self._hidden.turn()
         self._publish(rows, verdicts)
         self._count(rows, verdicts, drafted, followed)
         self._broken = None

@@ -31,6 +31,11 @@ class BatchShape(NamedTuple):
     batch_size: int
     num_columns: int
 
+    @property
+    def recorded(self) -> BatchShape:
+        """With columns for the next power of two: a text that grows then needs few recordings."""
+        return self._replace(num_columns=1 << (self.num_columns - 1).bit_length())
+
 
 def shape_of(segments: Sequence[Segment]) -> BatchShape:
     return BatchShape(

@@ -8,8 +8,10 @@ own hidden state. Later stages write beyond head_length and are simply overwritt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+
+import numpy as np
 
 from runtime.draft_memory import DraftMemory
 from runtime.head import HeadModel
@@ -21,12 +23,25 @@ from runtime.scheduler import RowPlan
 
 @dataclass(frozen=True)
 class HeadRows:
-    """What one request feeds the head: token ids [n] and hidden states [n, hidden] from position `past_length` on."""
+    """What one request feeds the head: token ids [n] and hidden states from position `past_length` on.
+
+    hidden: the states [n, hidden], or the numbers [n] of their rows on a device.
+    """
 
     request: Request
     token_ids: list[int]
     hidden: Array
     past_length: int
+
+    def filled(self, length: int) -> HeadRows:
+        """At least `length` rows, the further ones of no meaning: what they leave in the cache lies behind head_length,
+        where the next run writes before anything reads.
+        """
+        missing = length - len(self.token_ids)
+        if missing <= 0:
+            return self
+        numbers = np.concatenate([self.hidden, np.repeat(self.hidden[-1:], missing)])
+        return replace(self, token_ids=[*self.token_ids, *[0] * missing], hidden=numbers)
 
     @property
     def segment(self) -> Segment:
@@ -87,10 +102,10 @@ class MtpProposer:
 
     def _chain(self, rows: Sequence[HeadRows], active: Sequence[int]) -> list[list[int]]:
         """Tokens by run: all rows in the first one, of which the first active[s] draft in run s."""
-        last = [end - 1 for end in accumulate(len(row.token_ids) for row in rows)][: active[0]]
-        requests = [row.request for row in rows]
         if self.head.memory and not self.head.on_run:
-            return self._chain_on_device(self.head.memory, rows, last, active)
+            return self._chain_on_device(self.head.memory, rows, active)
+        last = _last_rows(rows, rows, active[0])
+        requests = [row.request for row in rows]
         run = self._feed(rows, last)
         tokens, hidden = [run.best(last)], run.hidden[last]
         for stage, count in enumerate(active[1:], 1):
@@ -104,17 +119,29 @@ class MtpProposer:
             tokens.append(run.best(range(count)))
         return tokens
 
-    def _chain_on_device(
-        self, memory: DraftMemory, rows: Sequence[HeadRows], last: Sequence[int], active: Sequence[int]
-    ) -> list[list[int]]:
-        """The same without a look at any token before the last run is done."""
-        self.head.run_on_device(0, [row.segment for row in rows], last, [row.hidden for row in rows])
+    def _chain_on_device(self, memory: DraftMemory, rows: Sequence[HeadRows], active: Sequence[int]) -> list[list[int]]:
+        """The same without a look at any token before the last run is done.
+
+        Where runs are recorded, each request feeds as many rows as if all its drafts had been accepted: how many were
+        changes from step to step, and every number of rows would be a recording of its own.
+        """
+        fed = rows
+        if self.head.records:
+            fed = [row.filled(1 + sum(place < count for count in active)) for place, row in enumerate(rows)]
+        last = _last_rows(rows, fed, active[0])
+        self.head.run_on_device(0, [row.segment for row in fed], last, [row.hidden for row in fed])
         for row in rows:
             row.request.mark_read(len(row.token_ids))
         for stage, count in enumerate(active[1:], 1):
             segments = [chained(row.request, 0, stage) for row in rows[:count]]
             self.head.run_on_device(stage, segments, range(count))
         return memory.read(active)
+
+
+def _last_rows(rows: Sequence[HeadRows], fed: Sequence[HeadRows], count: int) -> list[int]:
+    """The packed row that ends each of the first `count` requests' rows, of which more may have been fed."""
+    starts = accumulate((len(row.token_ids) for row in fed), initial=0)
+    return [start + len(row.token_ids) - 1 for start, row in zip(starts, rows, strict=False)][:count]
 
 
 def chained(request: Request, draft: int, stage: int) -> Segment:

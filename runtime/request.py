@@ -125,8 +125,8 @@ class Request:
             return self.token_ids[start - split : end - split]
         return [*self.prompt[start : min(end, split)], *self.token_ids[: max(0, end - split)]]
 
-    def unread(self) -> NDArray[np.float32]:
-        """Target hidden rows [n, hidden] that the head has not seen, in order."""
+    def unread(self) -> NDArray[Any]:
+        """Target hidden rows [n, hidden] that the head has not seen, in order; on a device their numbers [n] there."""
         if len(self.unread_hidden) > 1:
             self.unread_hidden = [np.concatenate(self.unread_hidden)]
         return self.unread_hidden[0]

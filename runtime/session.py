@@ -18,6 +18,7 @@ from runtime.kernels import has_cpu_kernel, has_cuda_kernel
 from runtime.lowering import Edit, edited, lower
 from runtime.lowering.absorbing import absorb_rotations
 from runtime.lowering.choosing import choose_tokens
+from runtime.lowering.feeding import feed_by_number
 from runtime.lowering.joining import join_products
 from runtime.place import GPU, HOST, Array, DeviceArray, Place
 
@@ -135,7 +136,7 @@ def _edits(place: Place) -> list[Edit]:
     """What makes a graph fit for a device: nothing goes to the host that need not, and fewer kernels are launched."""
     if place.is_host:
         return []
-    return [choose_tokens, join_products, *([] if place.widened else [absorb_rotations])]
+    return [choose_tokens, feed_by_number, join_products, *([] if place.widened else [absorb_rotations])]
 
 
 MAX_RECORDED = 48

@@ -101,17 +101,17 @@ def _sessions(geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> 
     for kind, dtype, shape in (("conv", conv_type, geometry.conv), ("recurrent", FLOAT, geometry.recurrent)):
         bank: Input = (dtype, ("N", *shape))
         pieces: Input = (dtype, ("P", piece_of(shape)))
-        sessions[f"gather_{kind}"] = _load(place, {"bank": bank, "source": INDEX}, _gather, bank)
+        sessions[f"gather_{kind}"] = load_move(place, {"bank": bank, "source": INDEX}, gather_rows, bank)
         copied: dict[str, Input] = {"pieces": pieces, "states": (dtype, ("R", *shape)), "row": INDEX, "target": INDEX}
-        sessions[f"copy_{kind}"] = _load(place, copied, partial(_copy, shape=shape), pieces)
+        sessions[f"copy_{kind}"] = load_move(place, copied, partial(_copy, shape=shape), pieces)
         if geometry.capacity:
             moved: dict[str, Input] = {"bank": bank, "pieces": pieces, "updates": (dtype, ("R", *widths[kind]))}
             moved |= dict.fromkeys(("source", "row", "kept", "target"), INDEX)
-            sessions[f"replay_{kind}"] = _load(place, moved, partial(replays[kind], geometry=geometry), pieces)
+            sessions[f"replay_{kind}"] = load_move(place, moved, partial(replays[kind], geometry=geometry), pieces)
     return sessions
 
 
-def _load(
+def load_move(
     place: Place, inputs: Mapping[str, Input], build: Callable[[Op, Values], ir.Value], made: Input
 ) -> ort.InferenceSession:
     """made: the type and shape of what `build` gives, its first axis aside."""
@@ -124,7 +124,7 @@ def _load(
     return bare_session(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString(), place)
 
 
-def _gather(op: Op, values: Values) -> ir.Value:
+def gather_rows(op: Op, values: Values) -> ir.Value:
     return op.Gather(values["bank"], values["source"], axis=0)
 
 

@@ -12,10 +12,11 @@ from builder import contract
 from builder.reader import Package
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
+from runtime.hidden_memory import HiddenMemory
 from runtime.lowering.choosing import SCORED_ROWS
 from runtime.packing import Array, BatchShape, PackedBatch, Segment, shape_of
 from runtime.paged_cache import PagedCache
-from runtime.place import Place
+from runtime.place import DeviceArray, Place
 from runtime.prepared import MAX_KEPT_BYTES, Choice, Prepared, PreparedRuns, RunObserver, row_output
 from runtime.session import Session
 
@@ -41,10 +42,15 @@ class TargetModel:
         block_size: int,
         num_slots: int,
         taps: Sequence[str] = (),
+        memory: HiddenMemory | None = None,
     ) -> None:
-        """taps: outputs [num_tokens, hidden] that an edit added to the session's graph, fetched by every run."""
+        """taps: outputs [num_tokens, hidden] that an edit added to the session's graph, fetched by every run.
+
+        memory: where hidden states stay on a device; without, every run brings them.
+        """
         self.package = package
         self._taps = tuple(taps)
+        self._memory = memory
         self._session = session
         self._place = session.place
         self._block_size = block_size
@@ -64,7 +70,8 @@ class TargetModel:
         with_hidden: bool = True,
         capture: bool = False,
     ) -> Prepared:
-        """What the run gives, valid until the next run of the same shape.
+        """What the run gives, valid until the next run of the same shape. Hidden states that stay on a device are
+        numbers [T] of rows there.
 
         scored: packed rows that choose a token, None for all; with_logits, with_hidden: somebody looks at their logits,
         at hidden states. All are heeded where the graph chooses, else everything is there. capture: the shape will come
@@ -81,7 +88,10 @@ class TargetModel:
             num_scored=max(1, len(scored)),
             capture=capture and self._records(shape) and self.on_run is None and not with_logits,
         )
-        prepared = self._runs.get((shape, view.key if view else None, fetch), lambda: self._prepare(shape, view, fetch))
+        if fetch.capture:
+            shape = shape.recorded
+        key = (shape, view.key if view else None, fetch, self._memory.bank if self._memory else 0)
+        prepared = self._runs.get(key, lambda: self._prepare(shape, view, fetch))
         prepared.batch.fill(segments, self._block_size if fetch.capture else None)
         if prepared.choice and scored:
             prepared.choice.rows[:] = scored
@@ -92,7 +102,8 @@ class TargetModel:
             prepared.extra[contract.CAPTURE_ACTIVE][0] = any(capture_counts) or idle
         prepared.bound.run()
         if self.on_run:
-            self.on_run(segments, (prepared.logits, prepared.hidden))
+            hidden = self._memory.read(prepared.hidden) if self._memory else prepared.hidden
+            self.on_run(segments, (prepared.logits, hidden))
         return prepared
 
     def _records(self, shape: BatchShape) -> bool:
@@ -111,7 +122,7 @@ class TargetModel:
         choice = None if self._place.is_host else Choice.of(fetch.num_scored, io, self._place)
         num_rows = fetch.num_scored if choice else shape.num_tokens
         logits = row_output(io, contract.LOGITS, num_rows if fetch.logits else 0, self._place)
-        hidden = row_output(io, contract.HIDDEN_STATES, shape.num_tokens if fetch.hidden else 0, self._place)
+        hidden, hidden_output = self._hidden(shape.num_tokens if fetch.hidden else 0)
         taps = {name: np.empty_like(hidden) for name in self._taps}
         states_in, states_out = (view.inputs, view.outputs) if view else ({}, {})
         checkpoints = self.states.checkpoints(view) if self.states and view and fetch.checkpoints else {}
@@ -126,7 +137,7 @@ class TargetModel:
             {
                 **({contract.LOGITS: logits} if fetch.logits else {}),
                 **(choice.outputs if choice else {}),
-                **({contract.HIDDEN_STATES: hidden} if fetch.hidden else {}),
+                **({contract.HIDDEN_STATES: hidden_output} if fetch.hidden else {}),
                 **taps,
                 **self._cache.outputs,
                 **states_out,
@@ -135,6 +146,14 @@ class TargetModel:
             capture=fetch.capture,
         )
         return Prepared(batch, extra, logits, hidden, bound, choice, tuple(taps.values()))
+
+    def _hidden(self, num_tokens: int) -> tuple[Array, Array | DeviceArray]:
+        """What a run says of its hidden states, and where they go."""
+        if self._memory:
+            numbers = self._memory.numbers(num_tokens)
+            return numbers, self._memory.part(numbers)
+        hidden = row_output(self.package.target.io, contract.HIDDEN_STATES, num_tokens, self._place)
+        return hidden, hidden
 
 
 def _states(package: Package, num_slots: int, place: Place) -> FixedStates | None:

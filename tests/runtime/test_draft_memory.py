@@ -76,7 +76,8 @@ def test_drafts_of_no_number_are_an_error(addressed: LoadedPackage, prompts: lis
     engine = Engine(addressed, EngineOptions(num_blocks=4, max_batch_size=1))
     request = engine.submit(prompts[0], 8, 3)
     engine.step()
-    request.unread_hidden = [np.full_like(rows, np.nan) for rows in request.unread_hidden]
+    assert engine._hidden
+    engine._hidden.rows.write(np.full(engine._hidden.rows.shape, np.nan))
     with pytest.raises(DraftsmithError, match=re.escape("not numbers")):
         engine.step()
     assert len(request.token_ids) == 1
@@ -98,11 +99,13 @@ def test_ids_and_logits_come_in_one_piece(addressed: LoadedPackage) -> None:
 def test_a_chain_that_was_not_planned_for_is_refused(addressed: LoadedPackage) -> None:
     assert addressed.package.mtp
     head = HeadModel(addressed.package.mtp, addressed.mtp(), 4, 16, depth=2, num_rows=1)
-    rows = [np.zeros((1, 256), np.float32)] * 2
+    rows = [np.zeros(1, np.int64)] * 2
     with pytest.raises(AssertionError, match="a chain of 1 requests and 3 runs was not planned for"):
         head.run_on_device(2, [Segment([1], 0, [0])], [0])
     with pytest.raises(AssertionError, match="a chain of 2 requests and 1 runs"):
         head.run_on_device(0, [Segment([1], 0, [0]), Segment([1], 0, [1])], [0, 1], rows)
+    with pytest.raises(AssertionError, match="was not told where the target leaves its hidden states"):
+        head.run_on_device(0, [Segment([1], 0, [0])], [0], rows[:1])
 
 
 def test_recording_may_begin_and_end_between_chains(addressed: LoadedPackage, prompts: list[list[int]]) -> None:
