@@ -14,8 +14,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import click
 import numpy as np
@@ -26,6 +28,7 @@ import runtime
 from benchmarks.bandwidth import copy_bandwidth
 from fixtures import TRAINED, lookalike
 
+T = TypeVar("T")
 PLAIN = json.dumps({"model": {"mtp": {"enabled": False}}})
 
 
@@ -53,12 +56,20 @@ def main(
         path = package or make(Path(folder), dtype)
         sizes = [int(size) for size in batches.split(",")]
         prompts = [int(size) for size in prefill.split(",") if size]
-        floor = weight_bytes(path) / copy_bandwidth()
+        floor = weight_bytes(path) / alone(copy_bandwidth)
         click.echo(f"floor of a plain step: {1e3 * floor:.2f} ms")
-        figures = ours(path, repeats, steps, draft_tokens, sizes, prompts)
-        if engine:
-            figures |= peers(path, repeats, steps, draft_tokens, sizes, prompts)
+        figures: dict[str, list[float]] = {}
+        for recorded in (False, True):
+            figures |= alone(ours, path, repeats, steps, draft_tokens, sizes, prompts, recorded)
+        for drafts in (0, draft_tokens) if engine else ():
+            figures |= alone(peer, path, repeats, steps, drafts, sizes, prompts)
         report(figures, floor, tokens_a_round(draft_tokens))
+
+
+def alone(function: Callable[..., T], *arguments: object) -> T:
+    """What it returns in a process of its own: every contender finds the GPU's memory free, and leaves it so."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
 
 
 def make(folder: Path, dtype: Literal["float16", "bfloat16"] = "float16") -> Path:
@@ -79,23 +90,22 @@ def weight_bytes(package: Path) -> int:
 
 
 def ours(
-    path: Path, repeats: int, steps: int, drafts: int, sizes: list[int], prompts: list[int]
+    path: Path, repeats: int, steps: int, drafts: int, sizes: list[int], prompts: list[int], recorded: bool
 ) -> dict[str, list[float]]:
-    """Seconds a step, by contender and case."""
+    """Seconds a step, by case."""
     found: dict[str, list[float]] = {}
-    for name, recorded in (("ours", False), ("ours, CUDA graphs", True)):
-        loaded = runtime.load(path, "cuda", cuda_graph=recorded)
-        for size in sizes:
-            for k in (0, drafts):
-                case = f"{name}: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
-                found[case] = [our_step(loaded, k, size, steps) for _ in range(repeats)]
-                show(case, found[case])
-        unrecorded = loaded.target.unrecorded + (loaded.mtp().unrecorded if drafts else 0)
-        if unrecorded:
-            click.echo(f"{unrecorded} runs were not recorded: fewer repeats, please", err=True)
-        if not recorded:
-            for length in prompts:
-                found[f"{name}: prompt of {length}"] = [our_prompt(loaded, length) for _ in range(repeats)]
+    name = "ours, CUDA graphs" if recorded else "ours"
+    loaded = runtime.load(path, "cuda", cuda_graph=recorded)
+    for size in sizes:
+        for k in (0, drafts):
+            case = f"{name}: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
+            found[case] = [our_step(loaded, k, size, steps) for _ in range(repeats)]
+            show(case, found[case])
+    unrecorded = loaded.target.unrecorded + (loaded.mtp().unrecorded if drafts else 0)
+    if unrecorded:
+        click.echo(f"{unrecorded} runs were not recorded: fewer repeats, please", err=True)
+    for length in () if recorded else prompts:
+        found[f"{name}: prompt of {length}"] = [our_prompt(loaded, length) for _ in range(repeats)]
     return found
 
 
@@ -139,27 +149,26 @@ def timed(step: Callable[[], object], steps: int, warm_up: int) -> float:
     return statistics.median(seconds)
 
 
-def peers(
+def peer(
     path: Path, repeats: int, steps: int, drafts: int, sizes: list[int], prompts: list[int]
 ) -> dict[str, list[float]]:
-    """The same of onnxruntime-genai's Engine, which drafts as many tokens as the package says."""
+    """The same of onnxruntime-genai's Engine, which drafts none, or as many tokens as the package says."""
     import onnxruntime_genai as og
 
     found: dict[str, list[float]] = {}
-    for k in (0, drafts):
-        config = og.Config(str(path))
-        config.clear_providers()
-        config.append_provider("cuda")
-        config.overlay(json.dumps({"engine": {"dynamic_batching": {"max_batch_size": max(sizes)}}}))
-        if k == 0:
-            config.overlay(PLAIN)
-        engine = og.Engine(og.Model(config))
-        for size in sizes:
-            case = f"Engine: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
-            found[case] = [peer_step(og, engine, size, steps, k) for _ in range(repeats)]
-            show(case, found[case])
-        for length in prompts if k == 0 else ():
-            found[f"Engine: prompt of {length}"] = [peer_prompt(og, engine, length) for _ in range(repeats)]
+    config = og.Config(str(path))
+    config.clear_providers()
+    config.append_provider("cuda")
+    config.overlay(json.dumps({"engine": {"dynamic_batching": {"max_batch_size": max(sizes)}}}))
+    if not drafts:
+        config.overlay(PLAIN)
+    engine = og.Engine(og.Model(config))
+    for size in sizes:
+        case = f"Engine: {f'round of K={drafts}' if drafts else 'plain step'}, batch {size}"
+        found[case] = [peer_step(og, engine, size, steps, drafts) for _ in range(repeats)]
+        show(case, found[case])
+    for length in () if drafts else prompts:
+        found[f"Engine: prompt of {length}"] = [peer_prompt(og, engine, length) for _ in range(repeats)]
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from builder import contract
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
 from runtime.place import Array, DeviceArray, Place, ir_type
 from runtime.state_moves import StateMoves
@@ -15,7 +16,8 @@ from runtime.state_moves import StateMoves
 class DeviceStates(FixedStates):
     """Slots, banks, views and commits are FixedStates'; states are moved by graphs instead of NumPy.
 
-    Rows are brought back by replaying captured updates; a package's dense checkpoints are not asked for.
+    Rows are brought back by replaying captured updates, for which a step with drafts captures those of every row; a
+    package's dense checkpoints are not asked for.
     """
 
     def __init__(self, geometry: StateGeometry, num_slots: int, place: Place, conv_type: np.dtype[Any]) -> None:
@@ -43,6 +45,11 @@ class DeviceStates(FixedStates):
         for kind, array, zero in self._kinds(self._zero_conv, self._zero_recurrent):
             self._moves.copy(kind, _flat(array), zero, rows, target)
 
+    def _copy(self, source: tuple[int, int], target: tuple[int, int]) -> None:
+        rows, places = (self._places([bank], [slot]) for bank, slot in (source, target))
+        for kind, array, _ in self._kinds(self._zero_conv, self._zero_recurrent):
+            self._moves.copy(kind, _flat(array), _flat(array), rows, places)
+
     def _gathered(self, slots: tuple[int, ...]) -> StateView:
         stage, layers = self._stage(len(slots)), range(len(self.geometry.layers))
         source = self._places([self._active[slot] for slot in slots], slots)
@@ -55,29 +62,34 @@ class DeviceStates(FixedStates):
         return self._named(slots, (len(slots),), states, nexts)
 
     def prepare(self, view: StateView, kept: Sequence[int], lengths: Sequence[int]) -> None:
-        """All rows that keep a part of their tokens in one pass, and all others that were gathered in another."""
-        part = [row for row in range(len(view.slots)) if kept[row] < lengths[row]]
-        rest = [row for row in range(len(view.slots)) if kept[row] == lengths[row]]
-        if part:
-            self._replay_rows(view, part, kept)
-        if rest and len(view.key) == 1:
-            slots = [view.slots[row] for row in rest]
-            target = self._places([1 - self._active[slot] for slot in slots], slots)
-            rows = self._stage_rows(view, rest)
+        """Where a row keeps but a part of its tokens, every row of the step is replayed: states are then passed over
+        once, and a row that keeps all its tokens gets what the run gave it, within rounding.
+        """
+        if any(count < length for count, length in zip(kept, lengths, strict=True)):
+            self._replay_rows(view, kept)
+        if len(view.key) == 1:
+            target = self._places([1 - self._active[slot] for slot in view.slots], view.slots)
+            rows = np.arange(len(target), dtype=np.int64)
             for kind, array, out in self._kinds(view.stage.conv_out, view.stage.recurrent_out):
                 self._moves.copy(kind, _flat(array), _flat(out, 2), rows, target)
 
-    def _replay_rows(self, view: StateView, rows: Sequence[int], kept: Sequence[int]) -> None:
-        slots = [view.slots[row] for row in rows]
-        active = [self._active[slot] for slot in slots]
-        moved = {
-            "source": self._places(active, slots),
-            "row": self._stage_rows(view, rows),
-            "kept": np.tile(np.array([kept[row] for row in rows], np.int64), len(self.geometry.layers)),
-            "target": self._places([1 - bank for bank in active], slots),
+    def _replay_rows(self, view: StateView, kept: Sequence[int]) -> None:
+        """From what the step read to what it wrote."""
+        layers = self.geometry.layers
+        inputs: dict[str, Array | DeviceArray] = {
+            "conv_update": _flat(view.stage.conv_update, 2),
+            "capsule": _flat(view.stage.capsule, 2),
+            "kept": np.tile(np.asarray(kept, np.int64), len(layers)),
         }
-        for kind, array, updates in self._kinds(view.stage.conv_update, view.stage.capsule):
-            self._moves.replay(kind, _flat(array), _flat(updates, 2), moved)
+        outputs: dict[str, DeviceArray] = {}
+        for past, present in (
+            (contract.PAST_CONV, contract.PRESENT_CONV),
+            (contract.PAST_RECURRENT, contract.PRESENT_RECURRENT),
+        ):
+            for layer in layers:
+                inputs[past.format(layer)] = view.inputs[past.format(layer)]
+                outputs[present.format(layer)] = view.outputs[present.format(layer)]
+        self._moves.replay(inputs, outputs)
 
     def _kinds(self, conv: DeviceArray, recurrent: DeviceArray) -> list[tuple[str, DeviceArray, DeviceArray]]:
         return [("conv", self._conv, conv), ("recurrent", self._recurrent, recurrent)]
@@ -87,10 +99,6 @@ class DeviceStates(FixedStates):
         layers = len(self.geometry.layers)
         first = np.asarray(banks, np.int64) * layers * self._num_slots + np.asarray(slots, np.int64)
         return np.add.outer(np.arange(layers) * self._num_slots, first).ravel()
-
-    def _stage_rows(self, view: StateView, rows: Sequence[int]) -> Array:
-        """Rows of a flattened stage array, in the same order."""
-        return np.add.outer(np.arange(len(self.geometry.layers)) * len(view.slots), np.array(rows, np.int64)).ravel()
 
 
 def _flat(array: DeviceArray, axes: int = 3) -> DeviceArray:

@@ -24,7 +24,7 @@ from runtime.limits import EngineOptions
 from runtime.loading import LoadedPackage
 from runtime.packing import Array
 from runtime.proposer import HeadWork, MtpProposer
-from runtime.request import Request, check_drafts
+from runtime.request import Request, check_drafts, slot_of
 from runtime.sampling import GREEDY, SamplingOptions
 from runtime.scheduler import RowPlan, StepLimits, StepPlan, plan_step
 from runtime.target import TargetModel
@@ -192,6 +192,7 @@ class Engine:
         self._retire()
         proposals = self._known_proposals()
         plan = self._plan(proposals)
+        self._settle(sum(row.admitted for row in plan.rows))
         self._reach("plan")
         for request in plan.preempted:
             self._preempt(request)
@@ -199,10 +200,9 @@ class Engine:
 
     def _run(self, rows: Sequence[RowPlan], proposals: Mapping[Request, Sequence[int]]) -> dict[Request, list[int]]:
         """One transaction: everything that may fail comes before its commit."""
-        if self._hidden:
-            self._hidden.make_room(self._running)
         with Transaction(rows, self._pool, self.target.states, self._reach) as transaction:
             transaction.reserve(self._running[0].slot if self._running else None)
+            rows = transaction.rows
             drafted = self._draft(rows, proposals)
             self._reach("draft")
             wanted = scored_rows(rows)
@@ -232,6 +232,15 @@ class Engine:
         self._broken = None
         self._retire()
         return {row.request: list(verdict.tokens) for row, verdict in zip(rows, verdicts, strict=True) if row.samples}
+
+    def _settle(self, num_admitted: int) -> None:
+        """Moves what requests hold to where this step wants it; to them it is all the same."""
+        if self._hidden:
+            self._hidden.make_room(self._running)
+        states, total = self.target.states, len(self._running) + num_admitted
+        if states:
+            for request in self._running:
+                request.slot = states.settle(slot_of(request), total, slot_of(self._running[0]))
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's blocks and slot; it goes on, fed anew, as soon as there is room."""

@@ -155,6 +155,30 @@ class FixedStates:
         self._free.append(slot)
         self._free.sort(reverse=True)
 
+    def settle(self, slot: int, total: int, in_step_with: int) -> int:
+        """Where a live slot's states are from now on: among the first `total` slots, of which one is free if `slot` is
+        none of them, and on the bank of the slot `in_step_with`.
+
+        Copied once, so that steps need not gather what does not lie side by side. When it fails, nothing has changed.
+        """
+        target = slot if slot < total else self._free[-1]
+        bank = self._active[in_step_with]
+        if (target, bank) == (slot, self._active[slot]):
+            return slot
+        self._copy((self._active[slot], slot), (bank, target))
+        if target != slot:
+            self._free.pop()
+            self.give_back(slot)
+        self._active[target] = bank
+        for changed in {slot, target}:
+            self._generation[changed] += 1
+        return target
+
+    def _copy(self, source: tuple[int, int], target: tuple[int, int]) -> None:
+        """From one (bank, slot) to another."""
+        for array in (self._conv, self._recurrent):
+            array[target[0], :, target[1]] = array[source[0], :, source[1]]
+
     def view(self, slots: Sequence[int]) -> StateView:
         """The step's arrays for these slots in row order: views of the banks where possible, gathered copies else."""
         slots = tuple(slots)

@@ -12,7 +12,8 @@ from builder.contract import TensorSpec
 from runtime.bound_run import BoundRun
 from runtime.place import Array, DeviceArray, Place, ir_type
 from runtime.request import Request
-from runtime.state_moves import INDEX, Input, gather_rows, load_move
+from runtime.state_moves import INDEX, gather_rows, load_move
+from runtime.state_replay import Input
 
 
 class HiddenMemory:
@@ -96,4 +97,4 @@ class HiddenMemory:
 @lru_cache(maxsize=8)
 def _gather_session(place: Place, dtype: np.dtype[np.generic], width: int) -> ort.InferenceSession:
     bank: Input = (ir_type(dtype), ("N", width))
-    return load_move(place, {"bank": bank, "source": INDEX}, gather_rows, bank)
+    return load_move(place, {"bank": bank, "source": INDEX}, gather_rows, {"out": bank})

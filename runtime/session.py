@@ -143,13 +143,13 @@ MAX_RECORDED = 48
 """Recorded runs of a session; each keeps memory of its own, and later shapes are run without."""
 
 
-def bare_session(model: bytes, place: Place) -> ort.InferenceSession:
+def bare_session(model: bytes, place: Place, *, cuda_graph: bool = False) -> ort.InferenceSession:
     """A graph of our own without weights, on `place`. Exact in float32: no TF32."""
     ort.set_default_logger_severity(3)  # kernels warn of ScatterND through it; our indices are never twice the same
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        return ort.InferenceSession(model, options, providers=_providers(place))
+        return ort.InferenceSession(model, options, providers=_providers(place, cuda_graph))
     except ORT_ERRORS as error:
         raise MachineError(f"ONNX Runtime cannot move states on {place.device}: {one_line(error)}") from error
 

@@ -1,34 +1,31 @@
-"""StateMoves: what is done to states that live on a device, as small graphs of standard ops on that device.
+"""StateMoves: what is done to states that live on a device, as small graphs on that device.
 
-A bank is [N, ...] with one state of one layer of one slot in each row; rows are named by number. Banks are changed in
-place: the same memory is bound as a graph's input and its output.
+A bank is [N, ...] with one state of one layer of one slot in each row; rows are named by number. Copies change a bank
+in place: the same memory is bound as a graph's input and its output.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from onnxscript import GraphBuilder
 
+from runtime import state_replay
 from runtime.bound_run import BoundRun
 from runtime.fixed_state import StateGeometry
+from runtime.lowering import CONTRIB
 from runtime.place import Array, DeviceArray, Place
-from runtime.session import bare_session
+from runtime.session import MAX_RECORDED, bare_session
+from runtime.state_replay import Input, Op, Values
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 OPSET = 21
-Op = Any
-"""onnxscript's OpBuilder."""
-Values = Mapping[str, ir.Value]
-Shape = tuple[int | str, ...]
-Input = tuple[ir.DataType, Shape]
 INDEX: Input = (INT64, ("M",))
 PIECE = 32
 """Values that one thread moves."""
@@ -43,7 +40,7 @@ MAX_KEPT_RUNS = 64
 
 
 class StateMoves:
-    """Gather, copy and replay for the two kinds of states of a geometry, whose convolutions are of `conv_type`.
+    """Gather and copy for the two kinds of states of a geometry, whose convolutions are of `conv_type`; and replay.
 
     Runs over the same memory are kept bound: what a step moves, the next one often moves, too.
     """
@@ -51,33 +48,32 @@ class StateMoves:
     def __init__(self, geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> None:
         self._place = place
         self._shapes = {"conv": geometry.conv, "recurrent": geometry.recurrent}
-        self._sessions = _sessions(geometry, place, conv_type)
+        self._moves = _moves(geometry, place, conv_type)
         self._runs: OrderedDict[tuple[object, ...], BoundRun] = OrderedDict()
 
     def gather(self, kind: str, bank: DeviceArray, source: Array, out: DeviceArray) -> None:
         """out[i] = bank[source[i]]."""
-        self._run(f"gather_{kind}", {"bank": bank, "source": source}, out)
+        self._run(f"gather_{kind}", {"bank": bank, "source": source}, {"out": out})
 
     def copy(self, kind: str, bank: DeviceArray, states: DeviceArray, row: Array, target: Array) -> None:
         """bank[target[i]] = states[row[i]]."""
         pieces = self._pieces(kind, bank)
-        self._run(f"copy_{kind}", {"pieces": pieces, "states": states, "row": row, "target": target}, pieces)
+        self._run(f"copy_{kind}", {"pieces": pieces, "states": states, "row": row, "target": target}, {"out": pieces})
 
-    def replay(self, kind: str, bank: DeviceArray, updates: DeviceArray, moved: Mapping[str, Array]) -> None:
-        """bank[target[i]] = bank[source[i]] after the first kept[i] updates of row[i]; moved names these four."""
-        pieces = self._pieces(kind, bank)
-        self._run(f"replay_{kind}", {"bank": bank, "pieces": pieces, "updates": updates, **moved}, pieces)
+    def replay(self, inputs: Mapping[str, Array | DeviceArray], outputs: Mapping[str, DeviceArray]) -> None:
+        """Every layer's states of a view after the first kept[row] captured tokens; names as of state_replay."""
+        self._run("replay", inputs, outputs)
 
     def _pieces(self, kind: str, bank: DeviceArray) -> DeviceArray:
         piece = piece_of(self._shapes[kind])
         return bank.reshape(math.prod(bank.shape) // piece, piece)
 
-    def _run(self, name: str, inputs: Mapping[str, Array | DeviceArray], out: DeviceArray) -> None:
-        arrays = [*inputs.values(), out]
+    def _run(self, name: str, inputs: Mapping[str, Array | DeviceArray], outputs: Mapping[str, DeviceArray]) -> None:
+        arrays = [*inputs.values(), *outputs.values()]
         key = (name, *(a.address if isinstance(a, DeviceArray) else 0 for a in arrays), *(a.shape for a in arrays))
         if key not in self._runs:
             own = {name: array if isinstance(array, DeviceArray) else array.copy() for name, array in inputs.items()}
-            self._runs[key] = BoundRun(self._sessions[name], self._place, own, {"out": out})
+            self._runs[key] = self._moves[name].bind(self._place, own, outputs)
             if len(self._runs) > MAX_KEPT_RUNS:
                 self._runs.popitem(last=False)
         self._runs.move_to_end(key)
@@ -89,43 +85,64 @@ class StateMoves:
         run.run()
 
 
+class Move:
+    """A loaded graph. On a GPU its runs may be recorded, as far as a session may record: it pays where many small
+    kernels are launched one after the other.
+    """
+
+    def __init__(self, session: ort.InferenceSession, *, records: bool = False) -> None:
+        self._session, self._records, self._recorded = session, records, 0
+
+    def bind(
+        self, place: Place, inputs: Mapping[str, Array | DeviceArray], outputs: Mapping[str, DeviceArray]
+    ) -> BoundRun:
+        run = BoundRun(self._session, place, inputs, outputs)
+        if self._records:
+            record = self._recorded < MAX_RECORDED
+            self._recorded += record
+            run.graph_id = self._recorded if record else -1
+        return run
+
+
 @lru_cache(maxsize=8)
-def _sessions(geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> Mapping[str, ort.InferenceSession]:
-    """The graphs of every move, by name, loaded once however many engines there are."""
-    replays = {"conv": _replay_conv, "recurrent": _replay_recurrent}
-    widths = {
-        "conv": (geometry.capacity, geometry.conv[0]),
-        "recurrent": (geometry.capacity * geometry.capsule_width,),
-    }
-    sessions = {}
+def _moves(geometry: StateGeometry, place: Place, conv_type: ir.DataType) -> Mapping[str, Move]:
+    """Every move by name, loaded once however many engines there are."""
+    moves = {}
     for kind, dtype, shape in (("conv", conv_type, geometry.conv), ("recurrent", FLOAT, geometry.recurrent)):
         bank: Input = (dtype, ("N", *shape))
         pieces: Input = (dtype, ("P", piece_of(shape)))
-        sessions[f"gather_{kind}"] = load_move(place, {"bank": bank, "source": INDEX}, gather_rows, bank)
+        moves[f"gather_{kind}"] = Move(load_move(place, {"bank": bank, "source": INDEX}, gather_rows, {"out": bank}))
         copied: dict[str, Input] = {"pieces": pieces, "states": (dtype, ("R", *shape)), "row": INDEX, "target": INDEX}
-        sessions[f"copy_{kind}"] = load_move(place, copied, partial(_copy, shape=shape), pieces)
-        if geometry.capacity:
-            moved: dict[str, Input] = {"bank": bank, "pieces": pieces, "updates": (dtype, ("R", *widths[kind]))}
-            moved |= dict.fromkeys(("source", "row", "kept", "target"), INDEX)
-            sessions[f"replay_{kind}"] = load_move(place, moved, partial(replays[kind], geometry=geometry), pieces)
-    return sessions
+        moves[f"copy_{kind}"] = Move(load_move(place, copied, partial(_copy, shape=shape), {"out": pieces}))
+    if geometry.capacity:
+        inputs, outputs = state_replay.inputs(geometry, conv_type), state_replay.outputs(geometry, conv_type)
+        build = partial(state_replay.build, geometry=geometry)
+        records = place.device == "cuda" and state_replay.can_be_recorded(geometry)
+        moves["replay"] = Move(load_move(place, inputs, build, outputs, cuda_graph=records), records=records)
+    return moves
 
 
 def load_move(
-    place: Place, inputs: Mapping[str, Input], build: Callable[[Op, Values], ir.Value], made: Input
+    place: Place,
+    inputs: Mapping[str, Input],
+    build: Callable[[Op, Values], Sequence[ir.Value]],
+    outputs: Mapping[str, Input],
+    *,
+    cuda_graph: bool = False,
 ) -> ort.InferenceSession:
-    """made: the type and shape of what `build` gives, its first axis aside."""
-    graph = ir.Graph(inputs=[], outputs=[], nodes=[], name="move", opset_imports={"": OPSET})
+    """outputs: types and shapes of what `build` gives, in order, their first axes aside."""
+    graph = ir.Graph(inputs=[], outputs=[], nodes=[], name="move", opset_imports={"": OPSET, CONTRIB: 1})
     builder = GraphBuilder(graph)
     values = {name: builder.input(name, dtype, list(shape)) for name, (dtype, shape) in inputs.items()}
-    out = build(builder.op, values)
-    out.name, out.dtype, out.shape = "out", made[0], ir.Shape(["M", *made[1][1:]])
-    graph.outputs.append(out)
-    return bare_session(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString(), place)
+    for (name, (dtype, shape)), out in zip(outputs.items(), build(builder.op, values), strict=True):
+        out.name, out.dtype, out.shape = name, dtype, ir.Shape(["M", *shape[1:]])
+        graph.outputs.append(out)
+    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    return bare_session(model, place, cuda_graph=cuda_graph)
 
 
-def gather_rows(op: Op, values: Values) -> ir.Value:
-    return op.Gather(values["bank"], values["source"], axis=0)
+def gather_rows(op: Op, values: Values) -> list[ir.Value]:
+    return [op.Gather(values["bank"], values["source"], axis=0)]
 
 
 def _put(op: Op, values: Values, states: ir.Value, shape: tuple[int, ...]) -> ir.Value:
@@ -140,52 +157,5 @@ def _put(op: Op, values: Values, states: ir.Value, shape: tuple[int, ...]) -> ir
     return op.ScatterND(values["pieces"], op.Reshape(places, [-1, 1]), op.Reshape(states, [-1, piece]))
 
 
-def _copy(op: Op, values: Values, shape: tuple[int, ...]) -> ir.Value:
-    return _put(op, values, op.Gather(values["states"], values["row"], axis=0), shape)
-
-
-def _replay_conv(op: Op, values: Values, geometry: StateGeometry) -> ir.Value:
-    """The K - 1 newest rows after `kept` more: a window over the past rows and the captured ones."""
-    past = op.Gather(values["bank"], values["source"], axis=0)
-    appended = op.Transpose(op.Gather(values["updates"], values["row"], axis=0), perm=[0, 2, 1])
-    window = op.Constant(value=ir.tensor(np.arange(geometry.conv[1])[None, None]))
-    places = op.Expand(op.Add(op.Unsqueeze(values["kept"], [1, 2]), window), op.Shape(past))
-    return _put(op, values, op.GatherElements(op.Concat(past, appended, axis=2), places, axis=2), geometry.conv)
-
-
-def _replay_recurrent(op: Op, values: Values, geometry: StateGeometry) -> ir.Value:
-    """S = decay * S + outer(delta, key) token by token, multiplied out to pass over the states once.
-
-    S_c = S_0 prod(decay) + sum_t w_t outer(delta_t, key_t), with w_t the product of the decays behind t. Tokens that
-    are not kept have decay 1 and delta 0; what a capsule holds of them is never used.
-    """
-    heads, value_dim, key_dim = geometry.recurrent
-    capacity, key_heads = geometry.capacity, geometry.key_heads
-    sizes = [capacity * size for size in (heads, key_heads * key_dim, heads * value_dim)]
-    capsule = op.Gather(values["updates"], values["row"], axis=0)
-    parts = op.Split(capsule, sizes, axis=1, _outputs=3)
-    tokens = op.Constant(value=ir.tensor(np.arange(capacity)[None, :, None]))
-    kept = op.Less(tokens, op.Unsqueeze(values["kept"], [1, 2]))
-    one, zero = (op.Constant(value=ir.tensor(np.array(value, np.float32))) for value in (1, 0))
-    decays = op.Where(kept, op.Reshape(parts[0], [0, capacity, heads]), one)
-    keys = op.Where(kept, op.Reshape(parts[1], [0, capacity, key_heads * key_dim]), zero)
-    deltas = op.Where(kept, op.Reshape(parts[2], [0, capacity, heads * value_dim]), zero)
-    weights, total = _weights(op, decays, capacity, one)
-    shared = op.Constant(value=ir.tensor(np.repeat(np.arange(key_heads), heads // key_heads)))
-    keys = op.Gather(op.Reshape(keys, [0, capacity, key_heads, key_dim]), shared, axis=2)
-    weighted = op.Mul(op.Reshape(deltas, [0, capacity, heads, value_dim]), op.Unsqueeze(weights, [3]))
-    added = op.MatMul(op.Transpose(weighted, perm=[0, 2, 3, 1]), op.Transpose(keys, perm=[0, 2, 1, 3]))
-    before = op.Gather(values["bank"], values["source"], axis=0)
-    state = op.Add(op.Mul(before, op.Reshape(total, [0, heads, 1, 1])), added)
-    return _put(op, values, state, geometry.recurrent)
-
-
-def _weights(op: Op, decays: ir.Value, capacity: int, one: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """[M, capacity, heads]: the product of the decays behind each token; and [M, 1, heads]: of all of them."""
-    each = op.Split(decays, num_outputs=capacity, axis=1, _outputs=capacity) if capacity > 1 else [decays]
-    product = op.Expand(one, op.Shape(each[0]))
-    behind: list[ir.Value] = []
-    for decay in reversed(list(each)):
-        behind.insert(0, product)
-        product = op.Mul(product, decay)
-    return op.Concat(*behind, axis=1), product
+def _copy(op: Op, values: Values, shape: tuple[int, ...]) -> list[ir.Value]:
+    return [_put(op, values, op.Gather(values["states"], values["row"], axis=0), shape)]

@@ -73,7 +73,10 @@ class Transaction:
             ) from failure
 
     def reserve(self, in_step_with: int | None) -> None:
-        """Takes blocks for all rows, drafts included, and slots for new requests, on the bank of `in_step_with`."""
+        """Takes blocks for all rows, drafts included, and slots for new requests, on the bank of `in_step_with`.
+
+        `rows` are then in the order of their slots: states that lie side by side are not gathered.
+        """
         for row in self.rows:
             request = row.request
             self._before[request] = _Before.of(request)
@@ -83,6 +86,7 @@ class Transaction:
             table_of(request).grow(row.reserved_tokens)
             self._reach("reserve")
         if self._states:
+            self.rows = sorted(self.rows, key=lambda row: slot_of(row.request))
             self.view = self._states.view([slot_of(row.request) for row in self.rows])
 
     def _roll_back(self) -> None:
@@ -107,8 +111,9 @@ class Transaction:
         return segments
 
     def capture_counts(self) -> list[int]:
-        """Tokens to capture per row: every token of a row with drafts, none of the others."""
-        return [row.length if row.num_drafts else 0 for row in self.rows]
+        """Tokens to capture per row: all of them in a step with drafts, else none."""
+        drafting = any(row.num_drafts for row in self.rows)
+        return [row.length if drafting else 0 for row in self.rows]
 
     def prepare(self, kept: Sequence[int]) -> None:
         """Brings the inactive banks to the states after the first kept[row] tokens of each row; may fail."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 
 from builder import contract
 from builder.errors import DraftsmithError, MachineError
-from runtime import Engine, EngineOptions, FailAt, InjectedFailure, SamplingOptions
+from runtime import Engine, EngineOptions, FailAt, InjectedFailure, SamplingOptions, state_replay
 from runtime import session as session_module
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
@@ -42,26 +42,31 @@ def fill(states: tuple[FixedStates, DeviceStates], seed: int) -> None:
         getattr(states[1], name).write(values)
 
 
-def run_step(views: tuple[StateView, StateView], seed: int, counts: list[int]) -> None:
-    """What a graph would have written: final states, and updates of the first counts[row] tokens, NaN behind them."""
+def run_step(
+    views: tuple[StateView, StateView], seed: int, counts: list[int], layers: Sequence[int] = GEOMETRY.layers
+) -> None:
+    """What a graph would have written: updates of the first counts[row] tokens, NaN behind them, and the states after
+    these tokens.
+    """
     random = np.random.default_rng(seed)
-    rows = len(counts)
+    rows, capacity = len(counts), GEOMETRY.capacity
     heads, value_dim, key_dim = GEOMETRY.recurrent
-    for layer in GEOMETRY.layers:
-        conv = random.standard_normal((rows, *GEOMETRY.conv)).astype(np.float32)
-        recurrent = random.standard_normal((rows, *GEOMETRY.recurrent)).astype(np.float32)
-        updates = random.standard_normal((rows, GEOMETRY.capacity, GEOMETRY.conv[0])).astype(np.float32)
-        parts = [
-            random.uniform(0, 1, (rows, GEOMETRY.capacity, heads)),
-            random.standard_normal((rows, GEOMETRY.capacity, GEOMETRY.key_heads * key_dim)),
-            random.standard_normal((rows, GEOMETRY.capacity, heads * value_dim)),
-        ]
+    for layer in layers:
+        updates = random.standard_normal((rows, capacity, GEOMETRY.conv[0])).astype(np.float32)
+        decays = random.uniform(0, 1, (rows, capacity, heads)).astype(np.float32)
+        decays[:, 0, 0] = 0.0  # a decay may be nothing at all
+        keys = random.standard_normal((rows, capacity, GEOMETRY.key_heads, key_dim)).astype(np.float32)
+        deltas = random.standard_normal((rows, capacity, heads, value_dim)).astype(np.float32)
+        conv, recurrent = (
+            views[0].inputs[n.format(layer)].copy() for n in (contract.PAST_CONV, contract.PAST_RECURRENT)
+        )
         for row, count in enumerate(counts):
+            conv[row] = np.concatenate([conv[row], updates[row, :count].T], axis=1)[:, count:]
+            recurrent[row] = recurrence(recurrent[row], decays[row, :count], keys[row, :count], deltas[row, :count])
             updates[row, count:] = 0
-            for part in parts:
+            for part in (decays, keys, deltas):
                 part[row, count:] = np.nan
-        parts[0][:, 0, 0] = 0.0  # a decay may be nothing at all
-        capsule = np.concatenate([part.reshape(rows, -1) for part in parts], axis=1).astype(np.float32)
+        capsule = np.concatenate([part.reshape(rows, -1) for part in (decays, keys, deltas)], axis=1)
         for name, values in (
             (contract.PRESENT_CONV, conv),
             (contract.PRESENT_RECURRENT, recurrent),
@@ -70,6 +75,14 @@ def run_step(views: tuple[StateView, StateView], seed: int, counts: list[int]) -
         ):
             views[0].outputs[name.format(layer)][:] = values
             _poke(views[1].outputs[name.format(layer)], values)
+
+
+def recurrence(state: Any, decays: Any, keys: Any, deltas: Any) -> Any:
+    """S [Hv, dv, dk] = decay S + outer(delta, key) in float64, a key for each group of Hv / Hk heads."""
+    for decay, key, delta in zip(decays, keys, deltas, strict=True):
+        each = np.repeat(key, len(decay) // len(key), axis=0).astype(np.float64)
+        state = decay[:, None, None].astype(np.float64) * state + delta[:, :, None].astype(np.float64) * each[:, None]
+    return state
 
 
 def _poke(array: Any, values: np.ndarray[Any, Any]) -> None:
@@ -161,11 +174,9 @@ def test_replaying_at_once_is_the_recurrence(capacity: int) -> None:
     for kept in range(capacity):
         states.prepare(view, [kept], [capacity])
         for index in range(2):
-            expected = recurrent[0, index, slot].astype(np.float64)
-            for token in range(kept):
-                key = np.repeat(keys[index, token], 2, axis=0).astype(np.float64)
-                outer = deltas[index, token][:, :, None].astype(np.float64) * key[:, None, :]
-                expected = decays[index, token][:, None, None] * expected + outer
+            expected = recurrence(
+                recurrent[0, index, slot], decays[index, :kept], keys[index, :kept], deltas[index, :kept]
+            )
             np.testing.assert_allclose(states._recurrent.read()[1, index, slot], expected, rtol=1e-5, atol=1e-5)
             rows = np.concatenate([conv[0, index, slot], raw[index, 0, :kept].T], axis=1)[:, -3:]
             np.testing.assert_array_equal(states._conv.read()[1, index, slot], rows)
@@ -299,3 +310,20 @@ def test_auto_takes_a_gpu_that_can_be_used_and_cuda_says_what_is_missing(
                 session_module.place_for("cuda")
     finally:
         session_module.missing_for_gpu.cache_clear()
+
+
+@pytest.mark.parametrize(("layers", "recorded"), [(1, True), (30, True), (48, True), (74, False), (111, False)])
+def test_replay_of_many_layers_takes_few_addresses_at_once(layers: int, recorded: bool) -> None:
+    """What more than 32 would do to a recording is no error. Layers stay in order however they are split."""
+    geometry = dataclasses.replace(GEOMETRY, layers=tuple(range(layers)))
+    assert state_replay.can_be_recorded(geometry) == recorded
+    host, device = FixedStates(geometry, 2), DeviceStates(geometry, 2, ADDRESSED, FLOAT32)
+    fill((host, device), layers)
+    slots = [host.take(), host.take()]
+    assert [device.take(), device.take()] == slots
+    views = host.view(slots), device.view(slots)
+    run_step(views, layers, [4, 3], geometry.layers)
+    for states, view in zip((host, device), views, strict=True):
+        states.prepare(view, [2, 3], [4, 3])
+        states.commit(view)
+    same((host, device), slots)

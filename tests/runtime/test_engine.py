@@ -353,7 +353,7 @@ def test_capture_is_switched_on_for_drafting_steps_alone(
     assert {active for active, _, _ in seen} == {0, 1}
     for active, counts, lengths in seen:
         assert active == any(counts)
-        assert counts == [length if length > 1 else 0 for length in lengths] if active else not any(counts)
+        assert counts == lengths if active else not any(counts)
 
 
 def test_blocks_beyond_the_accepted_prefix_go_back_at_once(trained: LoadedPackage, prompts: list[list[int]]) -> None:

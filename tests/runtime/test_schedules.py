@@ -44,12 +44,20 @@ class Held:
     fail: FailAt | None = None
     engine: Engine | None = None
     before: dict[Request, tuple[Any, ...]] = field(default_factory=dict)
+    free: tuple[list[int], list[int]] = ([], [])
 
     def __call__(self, boundary: Boundary, step: int) -> None:
         if boundary == "plan" and self.engine:
             self.before = snapshot(self.engine)
+            self.free = free(self.engine)
         if self.fail:
             self.fail(boundary, step)
+
+
+def free(engine: Engine) -> tuple[list[int], list[int]]:
+    """Blocks and slots that nobody holds, in the order in which they will be taken."""
+    assert engine.target.states
+    return list(engine._pool._free), list(engine.target.states._free)
 
 
 def snapshot(engine: Engine) -> dict[Request, tuple[Any, ...]]:
@@ -179,7 +187,6 @@ class Schedules(RuleBasedStateMachine):
     def fail(self, boundary: Boundary, occurrence: int) -> None:
         """A failed step changes nothing of the requests that it did not have to preempt, to the byte."""
         self.engine._retire()
-        free, slots = list(self.engine._pool._free), list(self.engine.target.states._free)  # type: ignore[union-attr]
         preempted = self.engine.stats.preemptions
         self.watch.fail = FailAt(boundary, self.engine._step_number + 1, occurrence)
         try:
@@ -189,7 +196,7 @@ class Schedules(RuleBasedStateMachine):
             assert now == {request: self.watch.before[request] for request in now}
             if self.engine.stats.preemptions == preempted:
                 assert set(now) == set(self.watch.before)
-                assert (free, slots) == (self.engine._pool._free, self.engine.target.states._free)  # type: ignore[union-attr]
+                assert free(self.engine) == self.watch.free
         self.watch.fail = None
 
     @precondition(lambda self: len(self.live) > 1)

@@ -1,0 +1,155 @@
+"""Slots of a batch lie side by side, on one bank and in the order of its rows, so that steps need not gather states."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import runtime.engine as engine_module
+from builder.errors import MachineError
+from runtime import Engine, EngineOptions
+from runtime.device_state import DeviceStates
+from runtime.fixed_state import FixedStates, StateGeometry
+from runtime.loading import LoadedPackage
+from runtime.request import Request, slot_of
+from runtime.scheduler import StepPlan
+from tests.runtime.conftest import ADDRESSED
+
+GEOMETRY = StateGeometry(layers=(0, 2, 5), conv=(10, 3), recurrent=(4, 5, 3), key_heads=2, capacity=4)
+
+
+def states_of(on_device: bool, slots: int) -> FixedStates:
+    if on_device:
+        return DeviceStates(GEOMETRY, slots, ADDRESSED, np.dtype(np.float32))
+    return FixedStates(GEOMETRY, slots)
+
+
+def filled(states: FixedStates) -> dict[str, Any]:
+    random, values = np.random.default_rng(0), {}
+    for name in ("_conv", "_recurrent"):
+        array = getattr(states, name)
+        values[name] = random.standard_normal(array.shape).astype(np.float32)
+        if isinstance(array, np.ndarray):
+            array[:] = values[name]
+        else:
+            array.write(values[name])
+    return values
+
+
+def found(states: FixedStates, name: str) -> Any:
+    array = getattr(states, name)
+    return array if isinstance(array, np.ndarray) else array.read()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_slot_moves_into_the_gap_and_to_the_others_bank(on_device: bool) -> None:
+    states = states_of(on_device, 4)
+    slots = [states.take() for _ in range(4)]
+    assert slots == [0, 1, 2, 3]
+    states.commit(states.view([0, 2]))  # these two sit on the other bank
+    states.give_back(1)
+    values = filled(states)
+    moved = [states.settle(slot, 3, 0) for slot in (0, 2, 3)]
+    assert moved == [0, 2, 1]
+    assert [states._active[slot] for slot in moved] == [1, 1, 1]
+    assert states._free == [3]
+    for name, before in values.items():
+        after = found(states, name)
+        for slot, (bank, old) in {0: (1, 0), 2: (1, 2), 1: (0, 3)}.items():
+            np.testing.assert_array_equal(after[1, :, slot], before[bank, :, old])
+    view = states.view(sorted(moved))
+    assert len(view.key) == 3, "side by side"
+    states.commit(view)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_nothing_moves_without_need(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = states_of(on_device, 3)
+    slots = [states.take() for _ in range(3)]
+    monkeypatch.setattr(states, "_copy", lambda source, target: pytest.fail("moved"))
+    assert [states.settle(slot, 3, 0) for slot in slots] == slots
+    states.give_back(1)
+    assert [states.settle(slot, 3, 0) for slot in (0, 2)] == [0, 2], "a new request takes the gap"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_move_that_fails_changes_nothing(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = states_of(on_device, 3)
+    for _ in range(3):
+        states.take()
+    states.give_back(0)
+    before = (list(states._active), list(states._generation), list(states._free))
+
+    def fail(source: object, target: object) -> None:
+        raise MachineError("no memory")
+
+    monkeypatch.setattr(states, "_copy", fail)
+    with pytest.raises(MachineError):
+        states.settle(2, 2, 1)
+    assert (states._active, states._generation, states._free) == before
+
+
+@pytest.fixture(params=["host", "device"])
+def package(request: pytest.FixtureRequest, trained: LoadedPackage, addressed: LoadedPackage) -> LoadedPackage:
+    return trained if request.param == "host" else addressed
+
+
+def test_requests_that_come_and_go_are_never_gathered(
+    package: LoadedPackage,
+    prompts: list[list[int]],
+    greedy_tokens: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They end in any order, with others waiting and without; a preempted one comes back."""
+    for kind in (FixedStates, DeviceStates):
+        monkeypatch.setattr(kind, "_gathered", lambda self, slots: pytest.fail(f"gathered {slots}"))
+    engine = Engine(package, EngineOptions(num_blocks=64, max_batch_size=4))
+    lengths = (30, 9, 41, 17, 24, 12, 35, 20)
+    requests = [engine.submit(p, n, i % 4) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+    steps, order = 0, []
+    while engine.has_work:
+        engine.step()
+        steps += 1
+        order = [request for request in order if request in engine._running]
+        assert engine._running[: len(order)] == order, "who is admitted first stays first"
+        order = list(engine._running)
+        if steps == 5:
+            engine.preempt(engine._running[1])
+            order = list(engine._running)
+        if engine._running and steps > 1:
+            assert len({slot_of(request) for request in engine._running}) == len(engine._running)
+    for request, tokens, length in zip(requests, greedy_tokens, lengths, strict=True):
+        assert request.token_ids == tokens[:length]
+
+
+def test_who_sat_out_is_gathered_once_and_then_in_step_again(
+    package: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle: set[int] = set()
+    plan_step = engine_module.plan_step
+
+    def with_idlers(running: list[Request], *arguments: Any) -> StepPlan:
+        plan = plan_step(running, *arguments)
+        rows = tuple(row for row in plan.rows if row.admitted or running.index(row.request) not in idle)
+        return dataclasses.replace(plan, rows=rows)
+
+    gathered: list[tuple[int, ...]] = []
+    for kind in (FixedStates, DeviceStates):
+        real = kind._gathered
+        monkeypatch.setattr(
+            kind, "_gathered", lambda self, slots, real=real: gathered.append(slots) or real(self, slots)
+        )
+    monkeypatch.setattr(engine_module, "plan_step", with_idlers)
+    engine = Engine(package, EngineOptions(num_blocks=16, max_batch_size=3))
+    requests = [engine.submit(prompt, 24, 2) for prompt in prompts[:3]]
+    for step in range(60):
+        idle.clear()
+        if step == 4:
+            idle.add(1)
+        if engine.has_work:
+            engine.step()
+    assert gathered == [(0, 2)]
+    assert [request.token_ids for request in requests] == [tokens[:24] for tokens in greedy_tokens[:3]]
