@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from builder import contract
 from builder.errors import DraftsmithError, MachineError
-from runtime import Engine, EngineOptions, FailAt, InjectedFailure, SamplingOptions, state_replay
+from runtime import Engine, EngineOptions, FailAt, InjectedFailure, SamplingOptions, state_moves, state_replay
 from runtime import session as session_module
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry, StateView
@@ -313,14 +314,24 @@ def test_auto_takes_a_gpu_that_can_be_used_and_cuda_says_what_is_missing(
 
 
 @pytest.mark.parametrize(("layers", "recorded"), [(1, True), (30, True), (48, True), (74, False), (111, False)])
-def test_replay_of_many_layers_takes_few_addresses_at_once(layers: int, recorded: bool) -> None:
+def test_replay_of_many_layers_takes_few_addresses_at_once(
+    layers: int, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What more than 32 would do to a recording is no error. Layers stay in order however they are split."""
     geometry = dataclasses.replace(GEOMETRY, layers=tuple(range(layers)))
     assert state_replay.can_be_recorded(geometry) == recorded
+    graphs: list[bytes] = []
+    real = state_moves.bare_session
+    monkeypatch.setattr(
+        state_moves, "bare_session", lambda model, *place, **more: graphs.append(model) or real(model, *place, **more)
+    )
     host, device = FixedStates(geometry, 2), DeviceStates(geometry, 2, ADDRESSED, FLOAT32)
     fill((host, device), layers)
     slots = [host.take(), host.take()]
     assert [device.take(), device.take()] == slots
+    nodes = onnx.load_from_string(graphs[-1]).graph.node
+    joints = [max(len(node.input), len(node.output)) for node in nodes if node.op_type in ("Concat", "Split")]
+    assert joints and (max(joints) <= 32) == recorded
     views = host.view(slots), device.view(slots)
     run_step(views, layers, [4, 3], geometry.layers)
     for states, view in zip((host, device), views, strict=True):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import builder
 import runtime
 from runtime import EngineOptions
+from runtime.recording import Row, rows_of
 from runtime.rounding import Rounding
 from runtime.session import missing_for_gpu
 from tests.runtime.gpu import OTHERS, run, texts, unexplained
@@ -102,7 +103,11 @@ def test_the_engine_gives_our_tokens_but_at_ties(
 @pytest.mark.parametrize("checkpoint", OTHERS, ids=lambda folder: folder.name)
 @pytest.mark.parametrize(("weights", "drafts"), [("link", 0), ("copy", 3)])
 def test_every_kind_of_package_runs_in_the_engine(checkpoint: Path, weights: Any, drafts: int, tmp_path: Path) -> None:
-    """Linked and copied, every format and both spellings of the names; random weights, so drafts are mostly wrong."""
+    """Linked and copied, every format and both spellings of the names; random weights, so drafts are mostly wrong.
+
+    Where a text parts from transformers', its lead there is one that rounding turns over: by the logits of that very
+    run in ours. A mixture's token may have had other experts there; in the Engine nobody can look.
+    """
     builder.export(checkpoint, tmp_path / "package", builder.ExportOptions(weights=weights))
     reference = np.load(checkpoint / "reference.npz")
     prompt, expected = reference["input_ids"][0].tolist(), reference["greedy_tokens"].tolist()
@@ -112,9 +117,24 @@ def test_every_kind_of_package_runs_in_the_engine(checkpoint: Path, weights: Any
     drafting = min(drafts, loaded.package.max_draft_tokens)
     ours = runtime.Engine(loaded, EngineOptions(num_blocks=4, max_batch_size=1, max_draft_tokens=drafting))
     request = ours.submit(prompt, len(expected), drafting, ())
+    seen: dict[int, Row] = {}
+    ours.target.on_run = lambda segments, outputs: seen.update(
+        (row.position, row) for row in rows_of(segments[0], outputs)
+    )
     while ours.has_work:
         ours.step()
     theirs = engine(tmp_path / "package", [prompt], len(expected), drafts=drafting > 0, batch=1)
-    for name, tokens in (("ours", request.token_ids), ("the Engine's", theirs.texts[0])):
-        fork = next((i for i, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1]), None)
-        assert fork is None or leads[fork] < Rounding.of(loaded).near_tie, (name, fork, leads[fork])
+    rounding, logits = Rounding.of(loaded), reference["greedy_step_logits"]
+    fork = parts(request.token_ids, expected)
+    if fork is not None:
+        allowed = rounding.turned_over(seen[len(prompt) - 1 + fork].logits[None], logits[fork : fork + 1])[0]
+        assert leads[fork] < max(allowed, rounding.near_tie), (fork, leads[fork])
+    fork = parts(theirs.texts[0], expected)
+    if fork is not None:
+        allowed = 2 * rounding.limit_by_experts * np.sqrt(np.mean(np.square(logits[fork]))) if rounding.mixture else 0
+        assert leads[fork] < max(allowed, rounding.near_tie), (fork, leads[fork])
+
+
+def parts(tokens: list[int], expected: list[int]) -> int | None:
+    """The place of the first token that is another one."""
+    return next((i for i, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1]), None)
