@@ -1,7 +1,7 @@
 """Engine: several requests in one packed batch, step by step, with speculative decoding.
 
-A step: plan, reserve, draft, run the target once, accept, let the head follow, prepare, commit. Until the commit, any
-failure rolls the step back and it can be repeated. Requests join between steps.
+A step: plan, settle, reserve, draft, run the target once, accept, let the head follow, prepare, commit. Until the
+commit, any failure rolls the step back and it can be repeated. Requests join between steps.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Engine:
         self._retire()
         proposals = self._known_proposals()
         plan = self._plan(proposals)
-        self._settle(sum(row.admitted for row in plan.rows))
+        self._settle(plan.rows)
         self._reach("plan")
         for request in plan.preempted:
             self._preempt(request)
@@ -201,7 +201,7 @@ class Engine:
     def _run(self, rows: Sequence[RowPlan], proposals: Mapping[Request, Sequence[int]]) -> dict[Request, list[int]]:
         """One transaction: everything that may fail comes before its commit."""
         with Transaction(rows, self._pool, self.target.states, self._reach) as transaction:
-            transaction.reserve(self._running[0].slot if self._running else None)
+            transaction.reserve(self._companion(rows))
             rows = transaction.rows
             drafted = self._draft(rows, proposals)
             self._reach("draft")
@@ -233,14 +233,28 @@ class Engine:
         self._retire()
         return {row.request: list(verdict.tokens) for row, verdict in zip(rows, verdicts, strict=True) if row.samples}
 
-    def _settle(self, num_admitted: int) -> None:
+    def _settle(self, rows: Sequence[RowPlan]) -> None:
         """Moves what requests hold to where this step wants it; to them it is all the same."""
         if self._hidden:
             self._hidden.make_room(self._running)
-        states, total = self.target.states, len(self._running) + num_admitted
-        if states:
-            for request in self._running:
-                request.slot = states.settle(slot_of(request), total, slot_of(self._running[0]))
+        states, companion = self.target.states, self._companion(rows)
+        if states is None or companion is None:
+            return
+        total, bank = len(self._running) + sum(row.admitted for row in rows), states.bank_of(companion)
+        for request in (row.request for row in rows if not row.admitted):
+            slot = slot_of(request)
+            place = states.place_of(slot, total, bank)
+            if not states.lies_at(slot, place):
+                states.copy_to(slot, place)
+                self._broken = RollbackFailed("a step was interrupted while it moved states; call Engine.reset()")
+                states.move_to(slot, place)
+                request.slot = place[1]
+                self._broken = None
+
+    def _companion(self, rows: Sequence[RowPlan]) -> int | None:
+        """The slot whose bank the others of a step take: of a request in it that has one, else of any."""
+        ready = [row.request for row in rows if not row.admitted] or self._running
+        return ready[0].slot if ready else None
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's blocks and slot; it goes on, fed anew, as soon as there is room."""

@@ -155,24 +155,31 @@ class FixedStates:
         self._free.append(slot)
         self._free.sort(reverse=True)
 
-    def settle(self, slot: int, total: int, in_step_with: int) -> int:
-        """Where a live slot's states are from now on: among the first `total` slots, of which one is free if `slot` is
-        none of them, and on the bank of the slot `in_step_with`.
+    def bank_of(self, slot: int) -> int:
+        return self._active[slot]
 
-        Copied once, so that steps need not gather what does not lie side by side. When it fails, nothing has changed.
+    def place_of(self, slot: int, total: int, bank: int) -> tuple[int, int]:
+        """Bank and slot where the next step wants a live slot's states, so that it need not gather them: on `bank`, and
+        among the first `total` slots, of which one is free if `slot` is none of them.
         """
-        target = slot if slot < total else self._free[-1]
-        bank = self._active[in_step_with]
-        if (target, bank) == (slot, self._active[slot]):
-            return slot
-        self._copy((self._active[slot], slot), (bank, target))
+        return bank, slot if slot < total else self._free[-1]
+
+    def lies_at(self, slot: int, place: tuple[int, int]) -> bool:
+        return (self._active[slot], slot) == place
+
+    def copy_to(self, slot: int, place: tuple[int, int]) -> None:
+        """Copies a slot's states to where nobody's are. May fail, and changes nothing that counts."""
+        self._copy((self._active[slot], slot), place)
+
+    def move_to(self, slot: int, place: tuple[int, int]) -> None:
+        """Makes the copy the slot's states; the old slot is free if it is another one. Cannot fail."""
+        bank, target = place
         if target != slot:
             self._free.pop()
             self.give_back(slot)
         self._active[target] = bank
         for changed in {slot, target}:
             self._generation[changed] += 1
-        return target
 
     def _copy(self, source: tuple[int, int], target: tuple[int, int]) -> None:
         """From one (bank, slot) to another."""

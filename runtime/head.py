@@ -62,15 +62,17 @@ class HeadModel:
 
         scored: packed rows that draft a token, None for all; heeded where the graph chooses.
         """
-        shape = self._shape_of(segments)
+        shape = shape_of(segments)
+        captured = shape.num_tokens == shape.batch_size and self._captures(shape)  # others seldom come again
+        shape = shape.recorded if captured else shape
         if scored is None or self.on_run:
             scored = range(shape.num_tokens)
         numbered = hidden[0].ndim == 1
         key = ("host", shape, len(scored), self.on_run is not None, numbered)
-        prepared = self._runs.get(key, lambda: self._prepare(shape, max(1, len(scored)), numbered))
+        prepared = self._runs.get(key, lambda: self._prepare(shape, max(1, len(scored)), numbered, captured))
         if prepared.choice and scored:
             prepared.choice.rows[:] = scored
-        prepared.batch.fill(segments, self._block_size if self._captures(shape) else None)
+        prepared.batch.fill(segments, self._block_size if captured else None)
         np.concatenate(hidden, out=prepared.extra[FED_ROWS if numbered else contract.HIDDEN_STATES])
         return self._launch(prepared, segments)
 
@@ -86,7 +88,7 @@ class HeadModel:
             self.on_run(segments, (prepared.logits, prepared.hidden))
         return prepared
 
-    def _prepare(self, shape: BatchShape, num_scored: int, numbered: bool) -> Prepared:
+    def _prepare(self, shape: BatchShape, num_scored: int, numbered: bool, captured: bool) -> Prepared:
         batch, io = PackedBatch(shape), self._io
         extra = {} if numbered else {contract.HIDDEN_STATES: self._hidden_input(shape)}
         if not self._place.is_host:
@@ -110,9 +112,10 @@ class HeadModel:
                 **({contract.HEAD_HIDDEN_STATES: hidden} if with_logits else {}),
                 **self._cache.outputs,
             },
-            capture=self._captures(shape),
+            capture=captured,
         )
-        return Prepared(batch, extra, logits, hidden, bound, choice)
+        on_device = shape.num_tokens * row_output(io, contract.HEAD_HIDDEN_STATES, 1, self._place).nbytes
+        return Prepared(batch, extra, logits, hidden, bound, choice, device_bytes=on_device if numbered else 0)
 
     def run_on_device(
         self, stage: int, segments: Sequence[Segment], scored: Sequence[int], numbers: Sequence[Array] = ()

@@ -54,11 +54,11 @@ class HiddenMemory:
         return self.rows[start : start + len(numbers)]
 
     def read(self, numbers: Array) -> Array:
-        """[n, hidden] copied to the host; for observers."""
+        """[n, hidden] on the host, by a copy of the whole memory; for observers."""
         return self.rows.read()[numbers]
 
     def make_room(self, running: Sequence[Request]) -> None:
-        """Before a step: no unread row stays in the bank that it writes. May fail, and then has changed nothing.
+        """Before a step: no unread row stays in the bank that it writes. May fail; a row is the same wherever it lies.
 
         With nobody there the first bank comes next, in step with the states' banks: recorded runs hold both.
         """

@@ -61,7 +61,7 @@ class PackedBatch:
         }
 
     def fill(self, segments: Sequence[Segment], block_size: int | None = None) -> None:
-        """segments must have this batch's shape.
+        """segments must have this batch's shape, or fewer blocks.
 
         block_size: given where longest query and context are to be bounded by the shape instead of told as they are: a
         recorded run keeps what it was told of them, and its longest context may once be as short as a token.

@@ -17,7 +17,9 @@ from runtime.sampling import greedy, refuse_unnumbered
 
 MAX_KEPT_RUNS = 64
 MAX_KEPT_BYTES = 1 << 22
-"""Prepared runs whose outputs are larger are not kept: binding anew costs nothing beside such a step."""
+"""Prepared runs whose logits and hidden states are larger, on the host or a device, are not kept: they are of prompts,
+whose shapes seldom come again, and binding anew costs nothing beside such a step.
+"""
 
 RunObserver = Callable[[Sequence[Segment], tuple[Array, Array]], None]
 """Sees the packed rows of a run and its (logits, hidden states)."""
@@ -62,7 +64,7 @@ class Prepared:
     """batch holds the packed inputs, extra the graph's other inputs; logits [T, vocab], hidden [T, hidden].
 
     choice: where the graph chooses itself; logits are then of its rows alone, and fetched only by runs prepared so.
-    taps: what was asked for beside that, [T, hidden] each.
+    taps: what was asked for beside that, [T, hidden] each. device_bytes: of hidden states that are not fetched.
     """
 
     batch: PackedBatch
@@ -72,6 +74,7 @@ class Prepared:
     bound: BoundRun
     choice: Choice | None = None
     taps: tuple[Array, ...] = ()
+    device_bytes: int = 0
 
     def best(self, rows: Sequence[int]) -> list[int]:
         """The best token of each of these rows."""
@@ -96,7 +99,7 @@ class PreparedRuns:
             self._kept.move_to_end(key)
             return self._kept[key]
         prepared = prepare()
-        if prepared.logits.nbytes + prepared.hidden.nbytes <= MAX_KEPT_BYTES:
+        if prepared.logits.nbytes + prepared.hidden.nbytes + prepared.device_bytes <= MAX_KEPT_BYTES:
             self._kept[key] = prepared
             if len(self._kept) > MAX_KEPT_RUNS:
                 self._kept.popitem(last=False)

@@ -108,10 +108,11 @@ class TargetModel:
 
     def _records(self, shape: BatchShape) -> bool:
         """Whether runs of a shape may be recorded: a recording that is not kept would be made anew at every step."""
-        if not self._session.records:
-            return False
+        return self._session.records and self._hidden_bytes(shape) <= MAX_KEPT_BYTES
+
+    def _hidden_bytes(self, shape: BatchShape) -> int:
         spec = self.package.target.io.output(contract.HIDDEN_STATES)
-        return shape.num_tokens * int(spec.shape[1]) * self._place.array_type(spec).itemsize <= MAX_KEPT_BYTES
+        return shape.num_tokens * int(spec.shape[1]) * self._place.array_type(spec).itemsize
 
     def _prepare(self, shape: BatchShape, view: StateView | None, fetch: Fetch) -> Prepared:
         batch, io = PackedBatch(shape), self.package.target.io
@@ -123,7 +124,7 @@ class TargetModel:
         num_rows = fetch.num_scored if choice else shape.num_tokens
         logits = row_output(io, contract.LOGITS, num_rows if fetch.logits else 0, self._place)
         hidden, hidden_output = self._hidden(shape.num_tokens if fetch.hidden else 0)
-        taps = {name: np.empty_like(hidden) for name in self._taps}
+        taps = {name: row_output(io, contract.HIDDEN_STATES, shape.num_tokens, self._place) for name in self._taps}
         states_in, states_out = (view.inputs, view.outputs) if view else ({}, {})
         checkpoints = self.states.checkpoints(view) if self.states and view and fetch.checkpoints else {}
         bound = self._session.bind(
@@ -145,7 +146,8 @@ class TargetModel:
             },
             capture=fetch.capture,
         )
-        return Prepared(batch, extra, logits, hidden, bound, choice, tuple(taps.values()))
+        on_device = self._hidden_bytes(shape) if self._memory else 0
+        return Prepared(batch, extra, logits, hidden, bound, choice, tuple(taps.values()), on_device)
 
     def _hidden(self, num_tokens: int) -> tuple[Array, Array | DeviceArray]:
         """What a run says of its hidden states, and where they go."""

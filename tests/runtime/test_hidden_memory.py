@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import runtime.engine as engine_module
+import runtime.prepared as prepared_module
+import runtime.target as target_module
 from builder import contract
 from runtime import Engine, EngineOptions, FailAt, InjectedFailure
 from runtime.failures import Boundary
@@ -278,3 +280,25 @@ def test_geometry_of_seats(addressed: LoadedPackage) -> None:
     assert engine._hidden.rows.shape[0] == 2 * 64 + 3 * 4
     plain = dataclasses.replace(engine.options, max_draft_tokens=0)
     assert Engine(addressed, plain)._hidden is None
+
+
+def test_prompts_push_no_recording_out(recorded: LoadedPackage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of prompts are not kept, though nothing of them is fetched: their shapes never come again."""
+    for module in (prepared_module, target_module):
+        monkeypatch.setattr(module, "MAX_KEPT_BYTES", 30 * 256 * 4)
+    engine = Engine(recorded, EngineOptions(num_blocks=4, max_batch_size=1))
+
+    def serve(length: int, new_tokens: int) -> None:
+        engine.submit([1] * length, new_tokens, 3, ())
+        while engine.has_work:
+            engine.step()
+
+    for _ in range(2):
+        serve(8, 12)
+    sessions = recorded.target, recorded.mtp()
+    before = [session._recorded for session in sessions]
+    assert all(before)
+    for length in range(40, 110):
+        serve(length, 1)
+    serve(8, 12)
+    assert [session._recorded for session in sessions] == before
