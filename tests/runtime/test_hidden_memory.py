@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-import runtime.engine as engine_module
 import runtime.prepared as prepared_module
 import runtime.target as target_module
 from builder import contract
@@ -24,8 +23,8 @@ from runtime.lowering.feeding import FED_ROWS
 from runtime.packing import Segment
 from runtime.place import DeviceArray
 from runtime.request import Request
-from runtime.scheduler import StepPlan
 from tests.runtime.conftest import ADDRESSED
+from tests.runtime.idlers import let_sit_out
 
 SPEC = contract.TensorSpec(contract.HIDDEN_STATES, "float32", ("num_tokens", 4))
 BOUNDARIES = [boundary for boundary in get_args(Boundary) if boundary != "rollback"]
@@ -178,15 +177,7 @@ def test_every_unread_row_is_the_one_that_a_host_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Step by step beside an engine on the host, where any request may sit some steps out."""
-    rng, plan_step = random.Random(seed), engine_module.plan_step
-    idle: set[int] = set()  # places among the running ones
-
-    def with_idlers(running: list[Request], *arguments: Any) -> StepPlan:
-        plan = plan_step(running, *arguments)
-        rows = [row for row in plan.rows if row.admitted or row.is_prefill or running.index(row.request) not in idle]
-        return dataclasses.replace(plan, rows=tuple(rows))
-
-    monkeypatch.setattr(engine_module, "plan_step", with_idlers)
+    rng, idle = random.Random(seed), let_sit_out(monkeypatch)
     options = EngineOptions(num_blocks=40, block_size=16, max_batch_size=4, max_scheduled_tokens=20)
     engines = [Engine(package, options) for package in (addressed, trained)]
     pairs = [
@@ -197,7 +188,8 @@ def test_every_unread_row_is_the_one_that_a_host_holds(
     while engines[0].has_work:
         fails = rng.choice(BOUNDARIES) if rng.random() < 0.2 else None
         if rng.random() < 0.4:
-            idle = set(rng.sample(range(4), rng.randrange(4)))
+            idle.clear()
+            idle.update(rng.sample(range(4), rng.randrange(4)))
         victim = rng.randrange(len(pairs)) if rng.random() < 0.03 else None
         for side, engine in enumerate(engines):
             engine._watch = FailAt(fails, step) if fails else None

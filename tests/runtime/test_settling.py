@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-import runtime.engine as engine_module
 from builder.errors import MachineError
 from runtime import Engine, EngineOptions
 from runtime.device_state import DeviceStates
 from runtime.fixed_state import FixedStates, StateGeometry
 from runtime.hidden_memory import HiddenMemory
 from runtime.loading import LoadedPackage
-from runtime.request import Request, slot_of
-from runtime.scheduler import StepPlan
+from runtime.request import slot_of
 from runtime.transaction import RollbackFailed
 from tests.runtime.conftest import ADDRESSED
+from tests.runtime.idlers import let_sit_out
 
 GEOMETRY = StateGeometry(layers=(0, 2, 5), conv=(10, 3), recurrent=(4, 5, 3), key_heads=2, capacity=4)
 
@@ -123,21 +121,13 @@ def test_requests_that_come_and_go_are_never_gathered(
 def test_who_sat_out_is_gathered_once_and_then_in_step_again(
     package: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    idle: set[int] = set()
-    plan_step = engine_module.plan_step
-
-    def with_idlers(running: list[Request], *arguments: Any) -> StepPlan:
-        plan = plan_step(running, *arguments)
-        rows = tuple(row for row in plan.rows if row.admitted or running.index(row.request) not in idle)
-        return dataclasses.replace(plan, rows=rows)
-
+    idle = let_sit_out(monkeypatch)
     gathered: list[tuple[int, ...]] = []
     for kind in (FixedStates, DeviceStates):
         real = kind._gathered
         monkeypatch.setattr(
             kind, "_gathered", lambda self, slots, real=real: gathered.append(slots) or real(self, slots)
         )
-    monkeypatch.setattr(engine_module, "plan_step", with_idlers)
     engine = Engine(package, EngineOptions(num_blocks=16, max_batch_size=3))
     requests = [engine.submit(prompt, 24, 2) for prompt in prompts[:3]]
     for step in range(60):
@@ -177,19 +167,12 @@ def test_moves_that_fail_change_nothing(
 
     for kind, name in ((FixedStates, "_copy"), (DeviceStates, "_copy"), (HiddenMemory, "_seated")):
         monkeypatch.setattr(kind, name, unsteady(getattr(kind, name)))
-    idle: set[int] = set()
-    plan_step = engine_module.plan_step
-
-    def with_idlers(running: list[Request], *arguments: Any) -> StepPlan:
-        plan = plan_step(running, *arguments)
-        rows = tuple(row for row in plan.rows if row.admitted or running.index(row.request) not in idle)
-        return dataclasses.replace(plan, rows=rows)
-
-    monkeypatch.setattr(engine_module, "plan_step", with_idlers)
+    idle = let_sit_out(monkeypatch)
     engine = Engine(package, EngineOptions(num_blocks=64, max_batch_size=4))
     requests = [engine.submit(p, 12 + 7 * (i % 4), 2) for i, p in enumerate(prompts)]
     while engine.has_work:
-        idle = {rng.randrange(4)} if rng.random() < 0.6 else set()
+        idle.clear()
+        idle.update({rng.randrange(4)} if rng.random() < 0.6 else set())
         held = {request: (request.num_cached, list(request.token_ids)) for request in engine._running}
         try:
             engine.step()
