@@ -45,8 +45,9 @@ class DeviceStates(FixedStates):
         for kind, array, zero in self._kinds(self._zero_conv, self._zero_recurrent):
             self._moves.copy(kind, _flat(array), zero, rows, target)
 
-    def _copy(self, source: tuple[int, int], target: tuple[int, int]) -> None:
-        rows, places = (self._places([bank], [slot]) for bank, slot in (source, target))
+    def copy_to(self, slot: int, place: tuple[int, int]) -> None:
+        source = self._active[slot], slot
+        rows, places = (self._places([bank], [slot]) for bank, slot in (source, place))
         for kind, array, _ in self._kinds(self._zero_conv, self._zero_recurrent):
             self._moves.copy(kind, _flat(array), _flat(array), rows, places)
 

@@ -243,8 +243,8 @@ class Engine:
         total, bank = len(self._running) + sum(row.admitted for row in rows), states.bank_of(companion)
         for request in (row.request for row in rows if not row.admitted):
             slot = slot_of(request)
-            place = states.place_of(slot, total, bank)
-            if not states.lies_at(slot, place):
+            place = states.better_place(slot, total, bank)
+            if place:
                 states.copy_to(slot, place)
                 self._broken = RollbackFailed("a step was interrupted while it moved states; call Engine.reset()")
                 states.move_to(slot, place)

@@ -158,18 +158,18 @@ class FixedStates:
     def bank_of(self, slot: int) -> int:
         return self._active[slot]
 
-    def place_of(self, slot: int, total: int, bank: int) -> tuple[int, int]:
+    def better_place(self, slot: int, total: int, bank: int) -> tuple[int, int] | None:
         """Bank and slot where the next step wants a live slot's states, so that it need not gather them: on `bank`, and
-        among the first `total` slots, of which one is free if `slot` is none of them.
+        among the first `total` slots, of which one is free if `slot` is none of them. None if they lie there.
         """
-        return bank, slot if slot < total else self._free[-1]
-
-    def lies_at(self, slot: int, place: tuple[int, int]) -> bool:
-        return (self._active[slot], slot) == place
+        place = bank, slot if slot < total else self._free[-1]
+        return None if place == (self._active[slot], slot) else place
 
     def copy_to(self, slot: int, place: tuple[int, int]) -> None:
         """Copies a slot's states to where nobody's are. May fail, and changes nothing that counts."""
-        self._copy((self._active[slot], slot), place)
+        bank, target = place
+        for array in (self._conv, self._recurrent):
+            array[bank, :, target] = array[self._active[slot], :, slot]
 
     def move_to(self, slot: int, place: tuple[int, int]) -> None:
         """Makes the copy the slot's states; the old slot is free if it is another one. Cannot fail."""
@@ -180,11 +180,6 @@ class FixedStates:
         self._active[target] = bank
         for changed in {slot, target}:
             self._generation[changed] += 1
-
-    def _copy(self, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """From one (bank, slot) to another."""
-        for array in (self._conv, self._recurrent):
-            array[target[0], :, target[1]] = array[source[0], :, source[1]]
 
     def view(self, slots: Sequence[int]) -> StateView:
         """The step's arrays for these slots in row order: views of the banks where possible, gathered copies else."""

@@ -47,10 +47,11 @@ def found(states: FixedStates, name: str) -> Any:
 
 def settled(states: FixedStates, slot: int, total: int) -> int:
     """As the engine does it, in step with slot 0."""
-    place = states.place_of(slot, total, states.bank_of(0))
-    if not states.lies_at(slot, place):
-        states.copy_to(slot, place)
-        states.move_to(slot, place)
+    place = states.better_place(slot, total, states.bank_of(0))
+    if place is None:
+        return slot
+    states.copy_to(slot, place)
+    states.move_to(slot, place)
     return place[1]
 
 
@@ -79,7 +80,7 @@ def test_a_slot_moves_into_the_gap_and_to_the_others_bank(on_device: bool) -> No
 def test_nothing_moves_without_need(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     states = states_of(on_device, 3)
     slots = [states.take() for _ in range(3)]
-    monkeypatch.setattr(states, "_copy", lambda source, target: pytest.fail("moved"))
+    monkeypatch.setattr(states, "copy_to", lambda slot, place: pytest.fail("moved"))
     assert [settled(states, slot, 3) for slot in slots] == slots
     states.give_back(1)
     assert [settled(states, slot, 3) for slot in (0, 2)] == [0, 2], "a new request takes the gap"
@@ -165,7 +166,7 @@ def test_moves_that_fail_change_nothing(
 
         return copy
 
-    for kind, name in ((FixedStates, "_copy"), (DeviceStates, "_copy"), (HiddenMemory, "_seated")):
+    for kind, name in ((FixedStates, "copy_to"), (DeviceStates, "copy_to"), (HiddenMemory, "_seated")):
         monkeypatch.setattr(kind, name, unsteady(getattr(kind, name)))
     idle = let_sit_out(monkeypatch)
     engine = Engine(package, EngineOptions(num_blocks=64, max_batch_size=4))
