@@ -259,6 +259,26 @@ def test_requests_of_different_drafts_where_runs_are_recorded(
     assert counts_of(requests) == expected
 
 
+def test_recordings_outlive_a_reset(
+    recorded: LoadedPackage, prompts: list[list[int]], greedy_tokens: list[list[int]], reference: Mapping[str, Any]
+) -> None:
+    """In the middle of texts, on either bank: later texts are right, and what was recorded before serves them."""
+    engine = Engine(recorded, EngineOptions(num_blocks=64, max_batch_size=1))
+    sessions, counts = (recorded.target, recorded.mtp()), []
+    for steps in (3, 4, 5):
+        engine.submit(prompts[0], 64, 3)
+        for _ in range(steps):
+            engine.step()
+        engine.reset()
+        requests = [engine.submit(prompt, 64, 3) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        assert [request.token_ids for request in requests] == greedy_tokens
+        assert counts_of(requests) == [tuple(row) for row in reference["accepted_evaluated_k3"].tolist()]
+        counts.append([session._recorded for session in sessions])
+    assert all(counts[0]) and counts[1:] == counts[:-1]
+
+
 def test_fed_rows_are_named_in_every_run_of_a_head_on_a_device(addressed: LoadedPackage) -> None:
     names = [entry.name for entry in addressed.mtp()._session.get_inputs()]
     assert FED_ROWS in names
