@@ -62,9 +62,8 @@ class HeadModel:
 
         scored: packed rows that draft a token, None for all; heeded where the graph chooses.
         """
-        shape = shape_of(segments)
+        shape = shape_of(segments, spread=not self._place.is_host)
         captured = shape.num_tokens == shape.batch_size and self._captures(shape)  # others seldom come again
-        shape = shape.recorded if captured else shape
         if scored is None or self.on_run:
             scored = range(shape.num_tokens)
         numbered = hidden[0].ndim == 1
@@ -89,7 +88,7 @@ class HeadModel:
         return prepared
 
     def _prepare(self, shape: BatchShape, num_scored: int, numbered: bool, captured: bool) -> Prepared:
-        batch, io = PackedBatch(shape), self._io
+        batch, io = PackedBatch(shape, spread=not self._place.is_host), self._io
         extra = {} if numbered else {contract.HIDDEN_STATES: self._hidden_input(shape)}
         if not self._place.is_host:
             extra[FED_ROWS] = np.arange(shape.num_tokens)
@@ -124,7 +123,7 @@ class HeadModel:
 
         The others find tokens and hidden states there; of their segments only number, length and place count.
         """
-        shape = self._shape_of(segments)
+        shape = shape_of(segments, spread=not self._place.is_host)
         key = ("device", shape, len(scored), stage)
         prepared = self._runs.get(key, lambda: self._prepare_stage(shape, len(scored), stage))
         prepared.extra[SCORED_ROWS][:] = scored
@@ -138,7 +137,7 @@ class HeadModel:
         memory = self.memory
         if memory is None or stage >= memory.depth or max(num_scored, shape.batch_size) > memory.rows:
             raise AssertionError(f"a chain of {shape.batch_size} requests and {stage + 1} runs was not planned for")
-        batch = PackedBatch(shape)
+        batch = PackedBatch(shape, spread=not self._place.is_host)
         extra = {SCORED_ROWS: np.zeros(num_scored, np.int64), FED_ROWS: np.arange(shape.num_tokens)}
         chained: dict[str, DeviceArray] = {}
         if stage:
@@ -170,10 +169,6 @@ class HeadModel:
     def _hidden_input(self, shape: BatchShape) -> Array:
         spec = self._io.input(contract.HIDDEN_STATES)
         return np.empty((shape.num_tokens, int(spec.shape[1])), self._place.array_type(spec))
-
-    def _shape_of(self, segments: Sequence[Segment]) -> BatchShape:
-        shape = shape_of(segments)
-        return shape.recorded if self._captures(shape) else shape
 
     def _captures(self, shape: BatchShape) -> bool:
         """Whether to record runs of a shape: those that come again at every step."""

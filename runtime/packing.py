@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from builder import contract
+from runtime.lowering.spreading import ATTENDED_LENGTHS, MAX_SPREAD_ROWS, SPREAD_CONTEXT
 
 Array = NDArray[Any]
 UNMAPPED = -1
@@ -25,40 +26,46 @@ class Segment:
 
 
 class BatchShape(NamedTuple):
-    """Packed rows, requests, and columns of the block table."""
+    """Packed rows, requests, columns of the block table, and what attention takes for sequences: requests, or rows."""
 
     num_tokens: int
     batch_size: int
     num_columns: int
-
-    @property
-    def recorded(self) -> BatchShape:
-        """With columns for the next power of two: a text that grows then needs few recordings."""
-        return self._replace(num_columns=1 << (self.num_columns - 1).bit_length())
+    num_sequences: int
 
 
-def shape_of(segments: Sequence[Segment]) -> BatchShape:
-    return BatchShape(
-        sum(len(segment.token_ids) for segment in segments),
-        len(segments),
-        max(len(segment.blocks) for segment in segments),
-    )
+def shape_of(segments: Sequence[Segment], *, spread: bool) -> BatchShape:
+    """spread: the graph is on a device and has ATTENDED_LENGTHS, so that rows may be sequences of their own.
+
+    Columns are as many as the next power of two there: for every new shape kernels are chosen, and runs recorded.
+    """
+    lengths = [len(segment.token_ids) for segment in segments]
+    num_tokens, batch_size = sum(lengths), len(segments)
+    num_columns = max(len(segment.blocks) for segment in segments)
+    if not spread:
+        return BatchShape(num_tokens, batch_size, num_columns, batch_size)
+    context = max(segment.past_length for segment in segments)
+    apart = max(lengths) <= MAX_SPREAD_ROWS and context >= SPREAD_CONTEXT
+    return BatchShape(num_tokens, batch_size, 1 << (num_columns - 1).bit_length(), num_tokens if apart else batch_size)
 
 
 class PackedBatch:
     """Input arrays of one shape, filled anew for each step; all int32 but token and position ids (int64)."""
 
-    def __init__(self, shape: BatchShape) -> None:
+    def __init__(self, shape: BatchShape, *, spread: bool) -> None:
         self.shape = shape
+        self._apart = shape.num_sequences == shape.num_tokens
         self._by_shape = False
         self.arrays: dict[str, Array] = {
             contract.INPUT_IDS: np.zeros(shape.num_tokens, np.int64),
             contract.POSITION_IDS: np.zeros((3, shape.num_tokens), np.int64),
-            contract.BLOCK_TABLE: np.full((shape.batch_size, shape.num_columns), UNMAPPED, np.int32),
+            contract.BLOCK_TABLE: np.full((shape.num_sequences, shape.num_columns), UNMAPPED, np.int32),
             contract.CUMULATIVE_LENGTHS: np.zeros(shape.batch_size + 1, np.int32),
-            contract.PAST_LENGTHS: np.zeros(shape.batch_size, np.int32),
+            contract.PAST_LENGTHS: np.zeros(shape.num_sequences, np.int32),
             contract.ATTENTION_METADATA: np.zeros(3, np.int32),
         }
+        if spread:
+            self.arrays[ATTENDED_LENGTHS] = np.arange(shape.num_sequences + 1, dtype=np.int32)
 
     def fill(self, segments: Sequence[Segment], block_size: int | None = None) -> None:
         """segments must have this batch's shape, or fewer blocks.
@@ -75,16 +82,21 @@ class PackedBatch:
             end, context = start + length, segment.past_length + length
             ids[start:end] = segment.token_ids
             positions[:, start:end] = range(segment.past_length, context)
-            table[row, :blocks] = segment.blocks
-            table[row, blocks:] = UNMAPPED
+            rows = slice(start, end) if self._apart else slice(row, row + 1)
+            table[rows, :blocks] = segment.blocks
+            table[rows, blocks:] = UNMAPPED
             bounds[row + 1] = end
-            past[row] = segment.past_length
+            past[rows] = range(segment.past_length, context) if self._apart else segment.past_length
             longest_query, longest_context = max(longest_query, length), max(longest_context, context)
             start = end
+        if self._apart:
+            longest_query = 1
+        elif ATTENDED_LENGTHS in self.arrays:
+            self.arrays[ATTENDED_LENGTHS][:] = bounds
         self._by_shape = block_size is not None
         shortest = longest_context
         if block_size is not None:
-            longest_query = self.shape.num_tokens - self.shape.batch_size + 1
+            longest_query = self.shape.num_tokens - self.shape.num_sequences + 1
             longest_context, shortest = self.shape.num_columns * block_size, 1
         self.arrays[contract.ATTENTION_METADATA][:] = (longest_query, longest_context, shortest)
 

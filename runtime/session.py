@@ -20,6 +20,7 @@ from runtime.lowering.absorbing import absorb_rotations
 from runtime.lowering.choosing import choose_tokens
 from runtime.lowering.feeding import feed_by_number
 from runtime.lowering.joining import join_products
+from runtime.lowering.spreading import spread_attention
 from runtime.place import GPU, HOST, Array, DeviceArray, Place
 
 ExecutionProvider = Literal["auto", "cpu", "cuda"]
@@ -136,7 +137,8 @@ def _edits(place: Place) -> list[Edit]:
     """What makes a graph fit for a device: nothing goes to the host that need not, and fewer kernels are launched."""
     if place.is_host:
         return []
-    return [choose_tokens, feed_by_number, join_products, *([] if place.widened else [absorb_rotations])]
+    added = [choose_tokens, feed_by_number, spread_attention]
+    return [*added, join_products, *([] if place.widened else [absorb_rotations])]
 
 
 MAX_RECORDED = 48

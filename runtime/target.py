@@ -77,7 +77,7 @@ class TargetModel:
         at hidden states. All are heeded where the graph chooses, else everything is there. capture: the shape will come
         again, so the run may be recorded where the session records.
         """
-        shape = shape_of(segments)
+        shape = shape_of(segments, spread=not self._place.is_host)
         if scored is None or self.on_run:
             scored = range(shape.num_tokens)
         everything = self._place.is_host or self.on_run is not None
@@ -88,8 +88,6 @@ class TargetModel:
             num_scored=max(1, len(scored)),
             capture=capture and self._records(shape) and self.on_run is None and not with_logits,
         )
-        if fetch.capture:
-            shape = shape.recorded
         key = (shape, view.key if view else None, fetch, self._memory.bank if self._memory else 0)
         prepared = self._runs.get(key, lambda: self._prepare(shape, view, fetch))
         prepared.batch.fill(segments, self._block_size if fetch.capture else None)
@@ -115,7 +113,7 @@ class TargetModel:
         return shape.num_tokens * int(spec.shape[1]) * self._place.array_type(spec).itemsize
 
     def _prepare(self, shape: BatchShape, view: StateView | None, fetch: Fetch) -> Prepared:
-        batch, io = PackedBatch(shape), self.package.target.io
+        batch, io = PackedBatch(shape, spread=not self._place.is_host), self.package.target.io
         extra: dict[str, Array] = {}
         if self.package.capacity:
             extra[contract.CAPTURE_COUNT] = np.zeros(shape.batch_size, np.int32)

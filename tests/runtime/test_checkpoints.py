@@ -22,6 +22,7 @@ from runtime.fixed_state import FixedStates, StateGeometry
 from runtime.loading import LoadedPackage
 from runtime.packing import Segment
 from runtime.target import TargetModel
+from tests.runtime.counts import counts_of
 from tests.runtime.test_engine import TOTALS, finish, run_all
 
 LENGTHS = (4, 2, 1, 3)
@@ -151,7 +152,7 @@ def test_tokens_and_draft_counts_are_those_of_a_package_without(
     requests, engine = run_all(dense, prompts, drafts, batch)
     assert [request.token_ids for request in requests] == greedy_tokens
     if drafts:
-        counts = [(request.stats.draft_tokens_accepted, request.stats.draft_tokens_evaluated) for request in requests]
+        counts = counts_of(requests)
         assert counts == [tuple(row) for row in reference[f"accepted_evaluated_k{drafts}"].tolist()]
         assert (engine.stats.draft_tokens_accepted, engine.stats.draft_tokens_evaluated) == TOTALS[drafts]
 

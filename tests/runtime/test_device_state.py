@@ -26,6 +26,7 @@ from runtime.place import GPU, HOST
 from runtime.prepared import Choice
 from runtime.recording import dump
 from tests.runtime.conftest import ADDRESSED
+from tests.runtime.counts import counts_of
 
 GEOMETRY = StateGeometry(layers=(0, 2, 5), conv=(10, 3), recurrent=(4, 5, 3), key_heads=2, capacity=4)
 FLOAT32 = np.dtype(np.float32)
@@ -202,7 +203,7 @@ def test_the_whole_loop_over_device_memory(
     fetched = [contract.HIDDEN_STATES in run.bound.outputs for run in engine.target._runs._kept.values()]
     assert fetched and set(fetched) == {drafts > 0}, "nobody but a head reads them"
     if drafts:
-        counts = [(r.stats.draft_tokens_accepted, r.stats.draft_tokens_evaluated) for r in requests]
+        counts = counts_of(requests)
         assert counts == [tuple(row) for row in reference[f"accepted_evaluated_k{drafts}"].tolist()]
 
 

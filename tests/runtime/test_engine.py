@@ -15,6 +15,7 @@ from runtime import Engine, EngineOptions, Request
 from runtime.head import HeadModel
 from runtime.loading import LoadedPackage
 from runtime.target import TargetModel
+from tests.runtime.counts import counts_of
 
 TOTALS = {1: (224, 278), 2: (293, 368), 3: (331, 408)}
 """Accepted and evaluated drafts over 8 prompts and 64 tokens, by an oracle made of transformers' classes."""
@@ -61,7 +62,7 @@ def test_draft_counts_are_the_oracles(
     batch: int,
 ) -> None:
     requests, engine = run_all(trained, prompts, drafts, batch)
-    counts = [(request.stats.draft_tokens_accepted, request.stats.draft_tokens_evaluated) for request in requests]
+    counts = counts_of(requests)
     assert tuple(map(sum, zip(*counts, strict=True))) == TOTALS[drafts]
     assert counts == [tuple(row) for row in reference[f"accepted_evaluated_k{drafts}"].tolist()]
     assert (engine.stats.draft_tokens_accepted, engine.stats.draft_tokens_evaluated) == TOTALS[drafts]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import builder
 import runtime
 from fixtures import LAYERS, TRACED
-from runtime import Engine, EngineOptions, FailAt, InjectedFailure, VerifyOptions, verify
+from runtime import Engine, EngineOptions, FailAt, InjectedFailure, VerifyOptions, packing, verify
 from runtime.bound_run import BoundRun
 from runtime.loading import LoadedPackage
 from runtime.place import GPU
@@ -96,6 +96,22 @@ def test_requests_that_come_and_go_and_steps_that_fail(
     assert not unexplained(tokens, texts(model_answers, "greedy"), model_answers, loaded)
     stats = engine.stats
     assert stats.draft_tokens_accepted > 0.6 * stats.draft_tokens_evaluated > 0, "a row that is fed another's has none"
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["launched", "recorded"])
+def test_rows_attended_one_by_one_change_no_token_but_at_ties(
+    model_package: Path, model_answers: Mapping[str, NDArray[Any]], recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As drafts behind long texts are verified; here from the first token on."""
+    loaded = runtime.load(model_package, "cuda", cuda_graph=recorded)
+    prompts = texts(model_answers, "prompt")
+    together, _ = run(loaded, prompts, 3, 8)
+    monkeypatch.setattr(packing, "SPREAD_CONTEXT", 0)
+    apart, engine = run(loaded, prompts, 3, 8)
+    assert any(key[0].num_sequences > key[0].batch_size for key in engine.target._runs._kept)  # type: ignore[attr-defined]
+    assert not unexplained([r.token_ids for r in apart], [r.token_ids for r in together], model_answers, loaded)
+    stats = engine.stats
+    assert stats.draft_tokens_accepted > 0.6 * stats.draft_tokens_evaluated > 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

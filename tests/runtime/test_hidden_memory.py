@@ -24,6 +24,7 @@ from runtime.packing import Segment
 from runtime.place import DeviceArray
 from runtime.request import Request
 from tests.runtime.conftest import ADDRESSED
+from tests.runtime.counts import counts_of
 from tests.runtime.idlers import let_sit_out
 
 SPEC = contract.TensorSpec(contract.HIDDEN_STATES, "float32", ("num_tokens", 4))
@@ -124,10 +125,6 @@ def test_no_hidden_state_passes_through_the_host(addressed: LoadedPackage, promp
             assert all(isinstance(array, DeviceArray) for array in states)
             on_host = [array for array in bound.outputs.values() if isinstance(array, np.ndarray)]
             assert all(array.size <= 16 for array in on_host), "tokens and their logits alone come back"
-
-
-def counts_of(requests: list[Request]) -> list[tuple[int, int]]:
-    return [(r.stats.draft_tokens_accepted, r.stats.draft_tokens_evaluated) for r in requests]
 
 
 def unsteady(addressed: LoadedPackage, prompts: list[list[int]], batch: int) -> tuple[Engine, list[Request]]:

@@ -1,0 +1,99 @@
+"""Rows that attention takes for sequences of their own: the same tokens from the same cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from builder import contract
+from runtime import Engine, EngineOptions, packing
+from runtime.loading import LoadedPackage
+from runtime.lowering.spreading import ATTENDED_LENGTHS, LENGTHS, MAX_SPREAD_ROWS, spread_attention
+from runtime.packing import PackedBatch, Segment, shape_of
+from tests.runtime.counts import counts_of
+
+TWO = (Segment([5, 6, 7], 4, [2, 0]), Segment([8], 9, [1, 3, 4]))
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of any length."""
+    monkeypatch.setattr(packing, "SPREAD_CONTEXT", 0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_each_row_is_a_sequence_over_the_blocks_of_its_request() -> None:
+    shape = shape_of(TWO, spread=True)
+    assert shape == (4, 2, 4, 4)
+    batch = PackedBatch(shape, spread=True)
+    batch.fill(TWO)
+    table = [[2, 0, -1, -1]] * 3 + [[1, 3, 4, -1]]
+    assert batch.arrays[contract.BLOCK_TABLE].tolist() == table
+    assert batch.arrays[contract.PAST_LENGTHS].tolist() == [4, 5, 6, 9]
+    assert batch.arrays[ATTENDED_LENGTHS].tolist() == [0, 1, 2, 3, 4]
+    assert batch.arrays[contract.CUMULATIVE_LENGTHS].tolist() == [0, 3, 4], "states know requests alone"
+    assert batch.arrays[contract.ATTENTION_METADATA].tolist() == [1, 10, 10]
+    batch.fill(TWO, block_size=16)
+    assert batch.arrays[contract.ATTENTION_METADATA].tolist() == [1, 64, 1]
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_short_texts_and_prompts_are_attended_as_requests(spread: bool) -> None:
+    shape = shape_of(TWO, spread=spread)
+    assert shape == (4, 2, 4 if spread else 3, 2)
+    batch = PackedBatch(shape, spread=spread)
+    batch.fill(TWO)
+    assert batch.arrays[contract.PAST_LENGTHS].tolist() == [4, 9]
+    assert batch.arrays[contract.ATTENTION_METADATA].tolist() == [3, 10, 10]
+    assert (ATTENDED_LENGTHS in batch.arrays) == spread
+    if spread:
+        assert batch.arrays[ATTENDED_LENGTHS].tolist() == batch.arrays[contract.CUMULATIVE_LENGTHS].tolist()
+    long = Segment(range(MAX_SPREAD_ROWS + 1), 10_000, range(700))
+    assert shape_of([long, TWO[1]], spread=True).num_sequences == 2
+
+
+def test_a_long_text_makes_the_whole_step_spread() -> None:
+    long = Segment([1, 2], packing.SPREAD_CONTEXT, range(129))
+    assert shape_of([*TWO, long], spread=True) == (6, 3, 256, 6)
+    assert shape_of([*TWO, long], spread=False) == (6, 3, 129, 3)
+
+
+@pytest.mark.parametrize(("context", "batch"), [(0, 1), (0, 8), (60, 8)])
+def test_drafts_are_verified_row_by_row(
+    addressed: LoadedPackage,
+    prompts: list[list[int]],
+    greedy_tokens: list[list[int]],
+    reference: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    context: int,
+    batch: int,
+) -> None:
+    """From the first token on, and from the 60th on, which falls in the middle of texts."""
+    monkeypatch.setattr(packing, "SPREAD_CONTEXT", context)
+    engine = Engine(addressed, EngineOptions(num_blocks=64, block_size=16, max_batch_size=batch))
+    requests = [engine.submit(prompt, 64, 3) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    assert [request.token_ids for request in requests] == greedy_tokens
+    assert counts_of(requests) == [tuple(row) for row in reference["accepted_evaluated_k3"].tolist()]
+    assert engine.proposer
+    shapes = [key[0] for key in engine.target._runs._kept] + [key[1] for key in engine.proposer.head._runs._kept]
+    spread = [shape for shape in shapes if shape.num_sequences > shape.batch_size]  # type: ignore[attr-defined]
+    assert len(spread) >= 4, "the target's and the head's"
+
+
+def test_attention_alone_reads_the_new_lengths(trained: LoadedPackage) -> None:
+    model = ir.load(trained.package.target.path)
+    spread_attention(model)
+    inputs = {value.name: value for value in model.graph.inputs}
+    readers = {use.node.op_type for use in inputs[ATTENDED_LENGTHS].uses()}
+    assert readers == {"PagedAttention"}
+    assert {use.node.op_type for use in inputs[contract.BLOCK_TABLE].uses()} == readers
+    assert {use.node.op_type for use in inputs[contract.PAST_LENGTHS].uses()} == readers
+    assert "PagedAttention" not in {use.node.op_type for use in inputs[contract.CUMULATIVE_LENGTHS].uses()}
+    assert {use.idx for use in inputs[ATTENDED_LENGTHS].uses()} == {LENGTHS}
+    assert np.array_equal([str(dim) for dim in inputs[contract.BLOCK_TABLE].shape or ()][:1], ["num_sequences"])
