@@ -300,6 +300,11 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool) -> None:
 @click.option("--overlay", help="A change of configuration that the package holds: plain, latency.")
 @click.option("--cuda-graph", is_flag=True, help="On a GPU, record decode and verify steps and replay them.")
 @click.option(
+    "--unpacked-weights",
+    is_flag=True,
+    help="On a GPU, keep quantized weights unpacked, too, for steps of many rows: 2 bytes a weight.",
+)
+@click.option(
     "--dump",
     type=click.Path(path_type=Path),
     help="Write logits, hidden states and drafts of one prompt to an .npz file.",
@@ -326,6 +331,7 @@ def run(
     max_scheduled_tokens: int,
     overlay: str | None,
     cuda_graph: bool,
+    unpacked_weights: bool,
     dump: Path | None,
     as_json: bool,
     quiet: bool,
@@ -344,9 +350,11 @@ def run(
     sampling = runtime.SamplingOptions(temperature, top_k, top_p, seed)
     sampling.check()
     asks = _asks(tokenizer, package, sources, generation.Ask((), max_new_tokens, draft_tokens, sampling=sampling))
-    loaded = runtime.load(package, ep, overlay, cuda_graph=cuda_graph)
+    loaded = runtime.load(package, ep, overlay, cuda_graph=cuda_graph, unpacked_weights=unpacked_weights)
     if cuda_graph and not loaded.target.records:
         warn(["--cuda-graph: nothing is recorded on a CPU"], quiet)
+    if unpacked_weights and not loaded.unpacked:
+        warn(["--unpacked-weights: nothing is unpacked on a CPU, or where nothing is quantized"], quiet)
     sizes = runtime.EngineOptions(
         num_blocks=num_blocks,
         block_size=block_size,

@@ -59,8 +59,8 @@ def main(
         floor = weight_bytes(path) / alone(copy_bandwidth)
         click.echo(f"floor of a plain step: {1e3 * floor:.2f} ms")
         figures: dict[str, list[float]] = {}
-        for recorded in (False, True):
-            figures |= alone(ours, path, repeats, steps, draft_tokens, sizes, prompts, recorded)
+        for recorded, unpacked in ((False, False), (True, False), (True, True)):
+            figures |= alone(ours, path, repeats, steps, draft_tokens, sizes, prompts, recorded, unpacked)
         for drafts in (0, draft_tokens) if engine else ():
             figures |= alone(peer, path, repeats, steps, drafts, sizes, prompts)
         report(figures, floor, tokens_a_round(draft_tokens))
@@ -90,21 +90,31 @@ def weight_bytes(package: Path) -> int:
 
 
 def ours(
-    path: Path, repeats: int, steps: int, drafts: int, sizes: list[int], prompts: list[int], recorded: bool
+    path: Path,
+    repeats: int,
+    steps: int,
+    drafts: int,
+    sizes: list[int],
+    prompts: list[int],
+    recorded: bool,
+    unpacked: bool,
 ) -> dict[str, list[float]]:
     """Seconds a step, by case."""
     found: dict[str, list[float]] = {}
-    name = "ours, CUDA graphs" if recorded else "ours"
-    loaded = runtime.load(path, "cuda", cuda_graph=recorded)
+    name = "ours, unpacked" if unpacked else "ours, CUDA graphs" if recorded else "ours"
+    started = time.perf_counter()
+    loaded = runtime.load(path, "cuda", cuda_graph=recorded, unpacked_weights=unpacked)
+    click.echo(f"{name}: loaded in {time.perf_counter() - started:.1f} s", err=True)
     for size in sizes:
         for k in (0, drafts):
             case = f"{name}: {'plain step' if k == 0 else f'round of K={k}'}, batch {size}"
             found[case] = [our_step(loaded, k, size, steps) for _ in range(repeats)]
             show(case, found[case])
-    unrecorded = loaded.target.unrecorded + (loaded.mtp().unrecorded if drafts else 0)
+    sessions = [loaded.target, *([loaded.unpacked] if loaded.unpacked else []), *([loaded.mtp()] if drafts else [])]
+    unrecorded = sum(session.unrecorded for session in sessions)
     if unrecorded:
         click.echo(f"{unrecorded} runs were not recorded: fewer repeats, please", err=True)
-    for length in () if recorded else prompts:
+    for length in () if recorded and not unpacked else prompts:
         found[f"{name}: prompt of {length}"] = [our_prompt(loaded, length) for _ in range(repeats)]
     return found
 

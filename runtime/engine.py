@@ -88,7 +88,15 @@ class Engine:
             spec, rows = self.package.target.io.output(HIDDEN_STATES), num_blocks * block_size
             rows = min(options.max_scheduled_tokens, rows)
             self._hidden = HiddenMemory(spec, rows, seats, depth + 1, package.target.place)
-        self.target = TargetModel(self.package, package.target, num_blocks, block_size, seats, memory=self._hidden)
+        self.target = TargetModel(
+            self.package,
+            package.target,
+            num_blocks,
+            block_size,
+            seats,
+            memory=self._hidden,
+            unpacked=package.unpacked,
+        )
         self.proposer: MtpProposer | None = None
         if head:
             model = HeadModel(

@@ -11,21 +11,25 @@ from builder import reader
 from builder.reader import GraphFile, Package
 from runtime import memory
 from runtime.lowering import Edit
+from runtime.lowering.unpacking import COLUMNS_PER_ELEMENT
 from runtime.place import Place
 from runtime.session import ExecutionProvider, Session, place_for
-
-PACKED_OPS = {"MatMulBlockQuantizedFp4Weight": 2}
-"""Ops whose second input holds more than one weight per element."""
+from runtime.unpacked import unpacked_session
 
 
 class LoadedPackage:
     """A package with its target loaded; the head's session is made when first asked for."""
 
-    def __init__(self, package: Package, ep: ExecutionProvider, *, cuda_graph: bool = False) -> None:
+    def __init__(
+        self, package: Package, ep: ExecutionProvider, *, cuda_graph: bool = False, unpacked_weights: bool = False
+    ) -> None:
         self.package = package
         self.ep = ep
         self.cuda_graph = cuda_graph
         self.target = open_session(package.target, ep, cuda_graph=cuda_graph)
+        self.unpacked: Session | None = None
+        if unpacked_weights and not self.target.place.is_host:
+            self.unpacked = unpacked_session(package.target, self.target.place, cuda_graph=cuda_graph)
         self._mtp: Session | None = None
 
     def mtp(self) -> Session:
@@ -37,14 +41,21 @@ class LoadedPackage:
 
 
 def load(
-    path: str | Path, ep: ExecutionProvider = "auto", overlay: str | None = None, *, cuda_graph: bool = False
+    path: str | Path,
+    ep: ExecutionProvider = "auto",
+    overlay: str | None = None,
+    *,
+    cuda_graph: bool = False,
+    unpacked_weights: bool = False,
 ) -> LoadedPackage:
     """overlay: the name of one of the package's own changes of configuration. cuda_graph: record decode and verify
-    steps on a GPU and replay them; without meaning on a CPU.
+    steps on a GPU and replay them. unpacked_weights: keep the target's quantized weights a second time on a GPU, two
+    bytes each, for steps of many rows. Both are without meaning on a CPU.
 
     Raises Refused for a package that contradicts itself, MachineError where this machine cannot run it.
     """
-    return LoadedPackage(reader.read(path, overlay), ep, cuda_graph=cuda_graph)
+    package = reader.read(path, overlay)
+    return LoadedPackage(package, ep, cuda_graph=cuda_graph, unpacked_weights=unpacked_weights)
 
 
 def open_session(
@@ -68,6 +79,7 @@ def open_session(
 def _load_bytes(graph: GraphFile) -> int:
     """Memory while the weights are widened: four bytes for each, two of them in a byte of NVFP4, beside the stored."""
     proto = onnx.load(graph.path, load_external_data=False).graph
-    packed = {node.input[1]: PACKED_OPS[node.op_type] for node in proto.node if node.op_type in PACKED_OPS}
+    products = (node for node in proto.node if node.op_type in COLUMNS_PER_ELEMENT)
+    packed = {node.input[1]: COLUMNS_PER_ELEMENT[node.op_type] for node in products}
     widened = sum(4 * math.prod(tensor.dims) * packed.get(tensor.name, 1) for tensor in proto.initializer)
     return widened + sum({(place.file, place.end): place.length for place in graph.data}.values())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -72,11 +73,13 @@ class Session:
         place: Place | None = None,
         *,
         cuda_graph: bool = False,
+        given: Mapping[str, DeviceArray] | None = None,
     ) -> None:
         """edit: a change to the graph, in memory. place: instead of the one that `ep` means. cuda_graph: runs that are
-        bound for capture are recorded once and replayed.
+        bound for capture are recorded once and replayed. given: inputs that are the same in every run.
         """
         self.place = place or place_for(ep)
+        self._given = given or {}
         self.records = cuda_graph and self.place.device == "cuda"
         self._recorded = 0
         self.unrecorded = 0
@@ -84,23 +87,8 @@ class Session:
         if not str(graph.path).isascii() and "\udc80" <= max(str(graph.path)) <= "\udcff":
             raise Refused(graph.path, expected="a path in UTF-8", found="other bytes", remedy="rename the folder")
         self.io = graph.io
-        options = ort.SessionOptions()
-        options.log_severity_level = 4  # its own lines would come beside ours, in colour
-        # Target and head take turns: threads that spin after a run would take the other session's cores.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(graph.path.parent.absolute())
-        )
         edits = [*([edit] if edit else []), *_edits(self.place)]
-        has_kernel = has_cpu_kernel if self.place.device == "cpu" else has_cuda_kernel
-        model = lower(graph.path, has_kernel, edits) if self.place.widened else edited(graph.path, edits)
-        try:
-            self._session = ort.InferenceSession(model, options, providers=_providers(self.place, self.records))
-        except ORT_ERRORS as error:
-            raise MachineError(
-                f"{graph.path}: ONNX Runtime {ort.__version__} cannot load it: {one_line(error)}"
-            ) from error
-
+        self._session = weighted_session(graph.path, edits, self.place, cuda_graph=self.records)
         if self.place.device == "cuda" and CUDA_PROVIDER not in self._session.get_providers():
             raise MachineError("--ep cuda: no usable GPU was found; use --ep cpu")
 
@@ -116,6 +104,7 @@ class Session:
         NumPy arrays may be changed between runs; where the session wants them on a device, each run copies them to and
         from memory there. capture: record the run the first time, as far as the session still may.
         """
+        inputs = {**inputs, **self._given}
         run = BoundRun(self._session, self.place, inputs, outputs, () if self.place.is_host else self._kept_on_host())
         if self.records:
             record = capture and self._recorded < MAX_RECORDED
@@ -145,6 +134,29 @@ MAX_RECORDED = 48
 """Recorded runs of a session; each keeps memory of its own, and later shapes are run without."""
 
 
+def weighted_session(
+    path: Path, edits: Sequence[Edit], place: Place, *, cuda_graph: bool = False, sparing: bool = False
+) -> ort.InferenceSession:
+    """The graph at `path` after these changes, with its weights. sparing: takes no memory in advance, which costs time
+    where runs need ever other amounts.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # its own lines would come beside ours, in colour
+    # Target and head take turns: threads that spin after a run would take the other session's cores.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(path.parent.absolute())
+    )
+    if place.device == "cuda":  # else weights lie in an arena, which grows by doubling
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    has_kernel = has_cpu_kernel if place.device == "cpu" else has_cuda_kernel
+    model = lower(path, has_kernel, edits) if place.widened else edited(path, edits)
+    try:
+        return ort.InferenceSession(model, options, providers=_providers(place, cuda_graph, sparing=sparing))
+    except ORT_ERRORS as error:
+        raise MachineError(f"{path}: ONNX Runtime {ort.__version__} cannot load it: {one_line(error)}") from error
+
+
 def bare_session(model: bytes, place: Place, *, cuda_graph: bool = False) -> ort.InferenceSession:
     """A graph of our own without weights, on `place`. Exact in float32: no TF32."""
     ort.set_default_logger_severity(3)  # kernels warn of ScatterND through it; our indices are never twice the same
@@ -156,9 +168,11 @@ def bare_session(model: bytes, place: Place, *, cuda_graph: bool = False) -> ort
         raise MachineError(f"ONNX Runtime cannot move states on {place.device}: {one_line(error)}") from error
 
 
-def _providers(place: Place, cuda_graph: bool = False) -> list[Any]:
+def _providers(place: Place, cuda_graph: bool = False, *, sparing: bool = False) -> list[Any]:
     """TF32 would round the inputs of float32 products to 10 bits."""
     if place.device == "cpu":
         return [CPU_PROVIDER]
     options = {"use_tf32": "0", **({"enable_cuda_graph": "1"} if cuda_graph else {})}
+    if sparing:
+        options["arena_extend_strategy"] = "kSameAsRequested"
     return [(CUDA_PROVIDER, options), CPU_PROVIDER]

@@ -19,6 +19,7 @@ from runtime.paged_cache import PagedCache
 from runtime.place import DeviceArray, Place
 from runtime.prepared import MAX_KEPT_BYTES, Choice, Prepared, PreparedRuns, RunObserver, row_output
 from runtime.session import Session
+from runtime.unpacked import PACKED_ROWS
 
 
 class Fetch(NamedTuple):
@@ -43,15 +44,18 @@ class TargetModel:
         num_slots: int,
         taps: Sequence[str] = (),
         memory: HiddenMemory | None = None,
+        unpacked: Session | None = None,
     ) -> None:
         """taps: outputs [num_tokens, hidden] that an edit added to the session's graph, fetched by every run.
 
-        memory: where hidden states stay on a device; without, every run brings them.
+        memory: where hidden states stay on a device; without, every run brings them. unpacked: the same graph over
+        unpacked weights, for steps of many rows.
         """
         self.package = package
         self._taps = tuple(taps)
         self._memory = memory
         self._session = session
+        self._unpacked = unpacked
         self._place = session.place
         self._block_size = block_size
         self._cache = PagedCache(package.target.io, package.full_layers, num_blocks, block_size, session.place)
@@ -125,7 +129,9 @@ class TargetModel:
         taps = {name: row_output(io, contract.HIDDEN_STATES, shape.num_tokens, self._place) for name in self._taps}
         states_in, states_out = (view.inputs, view.outputs) if view else ({}, {})
         checkpoints = self.states.checkpoints(view) if self.states and view and fetch.checkpoints else {}
-        bound = self._session.bind(
+        many = shape.num_tokens > PACKED_ROWS
+        session = self._unpacked if self._unpacked and many else self._session
+        bound = session.bind(
             {
                 **batch.arrays,
                 **extra,

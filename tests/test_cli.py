@@ -187,12 +187,19 @@ def test_run_with_drafts(package: Path, answers: Mapping[str, Any]) -> None:
     assert (request["drafts_accepted"], request["drafts_evaluated"]) == (36, 54)
 
 
-def test_recording_on_a_cpu_is_said_to_do_nothing(package: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "nothing"),
+    [
+        ("--cuda-graph", "nothing is recorded on a CPU"),
+        ("--unpacked-weights", "nothing is unpacked on a CPU, or where nothing is quantized"),
+    ],
+)
+def test_what_is_for_a_gpu_is_said_to_do_nothing_on_a_cpu(package: Path, option: str, nothing: str) -> None:
     options = ("run", package, "--token-ids", "1,2", "--max-new-tokens", 2, "--ep", "cpu", "--json")
-    warning = "build-model: warning: --cuda-graph: nothing is recorded on a CPU"
-    plain, recorded = invoke(*options), invoke(*options, "--cuda-graph")
-    assert warning in recorded.stderr.splitlines() and warning not in plain.stderr.splitlines()
-    assert json.loads(recorded.stdout)["requests"] == json.loads(plain.stdout)["requests"]
+    warning = f"build-model: warning: {option}: {nothing}"
+    plain, asked = invoke(*options), invoke(*options, option)
+    assert warning in asked.stderr.splitlines() and warning not in plain.stderr.splitlines()
+    assert json.loads(asked.stdout)["requests"] == json.loads(plain.stdout)["requests"]
 
 
 def test_prompt_and_text(package: Path, answers: Mapping[str, Any]) -> None:

@@ -57,6 +57,7 @@ class Addressed:
     def __init__(self, package: LoadedPackage) -> None:
         self.package = package.package
         self.target = Session(self.package.target, "cpu", place=ADDRESSED)
+        self.unpacked: Session | None = None
         assert self.package.mtp
         self._mtp = Session(self.package.mtp, "cpu", place=ADDRESSED)
 

@@ -253,4 +253,5 @@ def fake_package(
         eos_token_ids=(),
     )
     made = head or FakeHead()
-    return cast(LoadedPackage, SimpleNamespace(package=package, target=target or FakeTarget(), mtp=lambda: made))
+    sessions = {"target": target or FakeTarget(), "unpacked": None, "mtp": lambda: made}
+    return cast(LoadedPackage, SimpleNamespace(package=package, **sessions))

@@ -11,6 +11,7 @@ from fixtures import CHECKPOINTS, TRAINED
 from runtime import Engine, EngineOptions, Request
 from runtime.loading import LoadedPackage
 from runtime.rounding import Rounding
+from tests.runtime.counts import counts_of
 
 TRAINED_ONES = [TRAINED, CHECKPOINTS / "trained_ct_moe_text", CHECKPOINTS / "trained_mo_moe_text"]
 OTHERS = sorted(folder for folder in CHECKPOINTS.iterdir() if not folder.name.startswith("trained"))
@@ -26,6 +27,22 @@ def run(loaded: LoadedPackage, prompts: list[list[int]], drafts: int, batch: int
     while engine.has_work:
         engine.step()
     return requests, engine
+
+
+def acceptance(requests: list[Request], answers: Mapping[str, NDArray[Any]], drafts: int) -> tuple[float, float]:
+    """Shares of accepted drafts, the requests' and the oracle's, of texts that are transformers'.
+
+    The oracle counts along those; at least half of the texts must be such.
+    """
+    greedy, counts = texts(answers, "greedy"), counts_of(requests)
+    same = [index for index, request in enumerate(requests) if request.token_ids == greedy[index % 8]]
+    assert len(same) >= len(requests) / 2
+    expected = answers[f"accepted_evaluated_k{drafts}"]
+    (accepted, evaluated), oracle = (
+        tuple(map(sum, zip(*pairs, strict=True)))
+        for pairs in ([counts[i] for i in same], [expected[i % 8].tolist() for i in same])
+    )
+    return accepted / evaluated, oracle[0] / oracle[1]
 
 
 def unexplained(
