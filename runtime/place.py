@@ -6,8 +6,9 @@ Runtime's allocator that Python never reads, handed from run to run by address.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,16 +114,27 @@ class Place:
         return np.zeros(shape, dtype) if self.is_host else self.device_zeros(shape, dtype)
 
     def device_zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> DeviceArray:
-        """Zeroed memory that is addressed as a device's is."""
+        """Zeroed memory that is addressed as a device's is. Raises MachineError where there is not so much."""
         size = math.prod(shape) * dtype.itemsize
-        try:
+        with self._needing(size, "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"):
             owner = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), self.device, 0)
+        return DeviceArray(tuple(shape), dtype, owner.data_ptr(), self.device, owner)
+
+    def device_empty(self, shape: Sequence[int], dtype: np.dtype[Any], *, remedy: str) -> DeviceArray:
+        """The same without a value in it. remedy: what to do where there is not so much."""
+        size = math.prod(shape) * dtype.itemsize
+        with self._needing(size, remedy):
+            owner = ort.OrtValue.ortvalue_from_shape_and_type((size,), np.uint8, self.device, 0)
+        return DeviceArray(tuple(shape), dtype, owner.data_ptr(), self.device, owner)
+
+    @contextlib.contextmanager
+    def _needing(self, size: int, remedy: str) -> Iterator[None]:
+        try:
+            yield
         except (RuntimeError, MemoryError, ValueError) as error:
             raise MachineError(
-                f"{size:,} bytes of memory on {self.device} are needed and cannot be had; "
-                "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"
+                f"{size:,} bytes of memory on {self.device} are needed and cannot be had; {remedy}"
             ) from error
-        return DeviceArray(tuple(shape), dtype, owner.data_ptr(), self.device, owner)
 
 
 HOST = Place("cpu", widened=True, is_host=True)

@@ -6,25 +6,26 @@ of the bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 
 from builder.contract import HIDDEN_STATES
-from builder.errors import MachineError, one_line
+from builder.errors import MachineError
 from builder.reader import GraphFile
-from runtime.bound_run import ORT_ERRORS
+from runtime.bound_run import BoundRun
 from runtime.lowering.unpacking import packed_products, take_unpacked, unpack_all
-from runtime.place import Array, DeviceArray, Place, element_type
+from runtime.place import DeviceArray, Place
 from runtime.session import Session, weighted_session
 
 PACKED_ROWS = 16
 """Most rows for which kernels that decode as they read take no longer than a product of twice to four times the bytes
 does; measured (benchmarks/gpu-notes.md).
 """
+
+
+REMEDY = "leave --unpacked-weights out"
 
 
 def unpacked_session(graph: GraphFile, place: Place, *, cuda_graph: bool = False) -> Session | None:
@@ -39,31 +40,16 @@ def unpacked_session(graph: GraphFile, place: Place, *, cuda_graph: bool = False
 
 
 def unpack(graph: GraphFile, place: Place) -> Mapping[str, DeviceArray]:
-    """Every quantized weight [K, N] on a device, by the name of the input that take_unpacked makes of it."""
+    """Every quantized weight [K, N] on a device, by the name of the input that take_unpacked makes of it.
+
+    Into memory of its own, since what a session made keeps that session, and its packed weights, alive.
+    """
     dtype = place.array_type(graph.io.output(HIDDEN_STATES))
     session = weighted_session(graph.path, [unpack_all], place, sparing=True)
-    binding, kept = session.io_binding(), []
-    for entry in session.get_inputs():
-        identity = _identity(entry.shape[0], dtype, place)
-        binding.bind_input(entry.name, place.device, 0, element_type(dtype), entry.shape, identity.data_ptr())
-        kept.append(identity)
-    outputs = session.get_outputs()
-    for entry in outputs:
-        binding.bind_output(entry.name, place.device, 0, element_type(dtype), entry.shape)
+    weights = {entry.name: place.device_empty(entry.shape, dtype, remedy=REMEDY) for entry in session.get_outputs()}
+    identities = {entry.name: np.eye(entry.shape[0], dtype=dtype) for entry in session.get_inputs()}
     try:
-        session.run_with_iobinding(binding)
-    except ORT_ERRORS as error:
-        size = sum(math.prod(entry.shape) for entry in outputs) * dtype.itemsize
-        raise MachineError(
-            f"{size:,} bytes of unpacked weights on {place.device} cannot be made: {one_line(error)}; "
-            "leave --unpacked-weights out"
-        ) from error
-    return {
-        entry.name: DeviceArray(tuple(entry.shape), dtype, value.data_ptr(), place.device, value)
-        for entry, value in zip(outputs, binding.get_outputs(), strict=True)
-    }
-
-
-def _identity(size: int, dtype: np.dtype[np.generic], place: Place) -> ort.OrtValue:
-    rows: Array = np.eye(size, dtype=dtype)
-    return ort.OrtValue.ortvalue_from_numpy(rows.view(np.uint8).ravel(), place.device, 0)
+        BoundRun(session, place, identities, weights).run()
+    except MachineError as error:
+        raise MachineError(f"quantized weights cannot be unpacked: {error}; {REMEDY}") from error
+    return weights

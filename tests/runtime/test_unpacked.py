@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 import builder
 import runtime
 import runtime.target as target_module
-import runtime.unpacked as unpacked_module
 from builder.errors import MachineError
 from fixtures.writer import Tiny
 from runtime import Engine, EngineOptions
@@ -24,7 +22,7 @@ from runtime.bound_run import BoundRun
 from runtime.loading import LoadedPackage
 from runtime.lowering.unpacking import UNPACKED, packed_products
 from runtime.session import Session
-from runtime.unpacked import unpack, unpacked_session
+from runtime.unpacked import REMEDY, unpack, unpacked_session
 from tests.conftest import TinyFactory
 from tests.runtime.conftest import ADDRESSED
 from tests.runtime.counts import counts_of
@@ -61,7 +59,7 @@ def test_unpacked_weights_are_what_their_formats_say(trained: LoadedPackage) -> 
     for product in products:
         found = weights[UNPACKED.format(product.name)]
         assert found.shape == (product.num_columns, product.num_rows)
-        np.testing.assert_allclose(found.owner.numpy(), decoded(folder, product.node).T, rtol=1e-6, atol=0)
+        np.testing.assert_allclose(found.read(), decoded(folder, product.node).T, rtol=1e-6, atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -113,20 +111,17 @@ def test_nothing_is_unpacked_on_a_host(trained_folder: Path) -> None:
     assert runtime.load(trained_folder, "cpu", unpacked_weights=True).unpacked is None
 
 
-def test_memory_that_does_not_suffice_is_named(trained: LoadedPackage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """About 2 bytes for each of 13 million weights, of which the CPU needs twice as many."""
-    load = unpacked_module.weighted_session
+def test_what_cannot_be_unpacked_is_named(trained: LoadedPackage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: BoundRun) -> None:
+        raise MachineError("ONNX Runtime failed in the middle of a run: Failed to allocate memory")
 
-    def full(*arguments: Any, **options: Any) -> Any:
-        session = load(*arguments, **options)
-
-        def fail(_: Any) -> None:
-            raise RuntimeError("Failed to allocate memory for requested buffer")
-
-        names = ("io_binding", "get_inputs", "get_outputs")
-        return SimpleNamespace(run_with_iobinding=fail, **{name: getattr(session, name) for name in names})
-
-    monkeypatch.setattr(unpacked_module, "weighted_session", full)
-    expected = r"[\d,]+ bytes of unpacked weights on cpu cannot be made: Failed.*leave --unpacked-weights out"
+    monkeypatch.setattr(BoundRun, "run", fail)
+    expected = "quantized weights cannot be unpacked: .*Failed to allocate memory; leave --unpacked-weights out"
     with pytest.raises(MachineError, match=expected):
         unpack(trained.package.target, ADDRESSED)
+
+
+def test_memory_for_them_that_is_not_there_is_named() -> None:
+    expected = r"[\d,]{19,} bytes of memory on cpu are needed and cannot be had; leave --unpacked-weights out"
+    with pytest.raises(MachineError, match=expected):
+        ADDRESSED.device_empty((1 << 30, 1 << 30), np.dtype(np.float16), remedy=REMEDY)
