@@ -101,7 +101,7 @@ def ours(
 ) -> dict[str, list[float]]:
     """Seconds a step, by case."""
     found: dict[str, list[float]] = {}
-    name = "ours, unpacked" if unpacked else "ours, CUDA graphs" if recorded else "ours"
+    name = "ours" + (", CUDA graphs" if recorded else "") + (", unpacked" if unpacked else "")
     started = time.perf_counter()
     loaded = runtime.load(path, "cuda", cuda_graph=recorded, unpacked_weights=unpacked)
     click.echo(f"{name}: loaded in {time.perf_counter() - started:.1f} s", err=True)
@@ -250,7 +250,7 @@ def report(figures: dict[str, list[float]], floor: float, per_round: float) -> N
         peer = medians.get(f"Engine: {what}")
         ratio = f"the Engine takes {peer / medians[case]:.2f}x" if peer and name != "Engine" else ""
         tokens = rate(what, medians[case], per_round)
-        click.echo(f"{case:>44}: {1e3 * medians[case]:8.2f} ms ({spread})  {tokens}  {beside}  {ratio}")
+        click.echo(f"{case:>54}: {1e3 * medians[case]:8.2f} ms ({spread})  {tokens}  {beside}  {ratio}")
 
 
 if __name__ == "__main__":

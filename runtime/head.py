@@ -62,7 +62,7 @@ class HeadModel:
 
         scored: packed rows that draft a token, None for all; heeded where the graph chooses.
         """
-        shape = shape_of(segments, spread=not self._place.is_host)
+        shape = shape_of(segments, spread=self._place.spreads)
         captured = shape.num_tokens == shape.batch_size and self._captures(shape)  # others seldom come again
         if scored is None or self.on_run:
             scored = range(shape.num_tokens)
@@ -88,7 +88,7 @@ class HeadModel:
         return prepared
 
     def _prepare(self, shape: BatchShape, num_scored: int, numbered: bool, captured: bool) -> Prepared:
-        batch, io = PackedBatch(shape, spread=not self._place.is_host), self._io
+        batch, io = PackedBatch(shape, spread=self._place.spreads), self._io
         extra = {} if numbered else {contract.HIDDEN_STATES: self._hidden_input(shape)}
         if not self._place.is_host:
             extra[FED_ROWS] = np.arange(shape.num_tokens)
@@ -123,7 +123,7 @@ class HeadModel:
 
         The others find tokens and hidden states there; of their segments only number, length and place count.
         """
-        shape = shape_of(segments, spread=not self._place.is_host)
+        shape = shape_of(segments, spread=self._place.spreads)
         key = ("device", shape, len(scored), stage)
         prepared = self._runs.get(key, lambda: self._prepare_stage(shape, len(scored), stage))
         prepared.extra[SCORED_ROWS][:] = scored
@@ -137,7 +137,7 @@ class HeadModel:
         memory = self.memory
         if memory is None or stage >= memory.depth or max(num_scored, shape.batch_size) > memory.rows:
             raise AssertionError(f"a chain of {shape.batch_size} requests and {stage + 1} runs was not planned for")
-        batch = PackedBatch(shape, spread=not self._place.is_host)
+        batch = PackedBatch(shape, spread=self._place.spreads)
         extra = {SCORED_ROWS: np.zeros(num_scored, np.int64), FED_ROWS: np.arange(shape.num_tokens)}
         chained: dict[str, DeviceArray] = {}
         if stage:

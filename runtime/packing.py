@@ -54,7 +54,7 @@ class PackedBatch:
 
     def __init__(self, shape: BatchShape, *, spread: bool) -> None:
         self.shape = shape
-        self._apart = shape.num_sequences == shape.num_tokens
+        self._apart = shape.num_sequences == shape.num_tokens  # as requests of one row each are in any case
         self._by_shape = False
         self.arrays: dict[str, Array] = {
             contract.INPUT_IDS: np.zeros(shape.num_tokens, np.int64),

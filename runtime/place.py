@@ -80,18 +80,26 @@ class DeviceArray:
         return DeviceArray(shape, self.dtype, self.address + offset, self.device, self.owner)
 
     def read(self) -> Array:
-        """A copy in NumPy, of memory made by `Place.device_zeros`. In a step, of a chain of drafts alone."""
+        """A copy in NumPy, of memory made by a Place. In a step, of a chain of drafts alone."""
         start = self.address - self.owner.data_ptr()
         return self.owner.numpy()[start : start + self.nbytes].view(self.dtype).reshape(self.shape)
 
     def write(self, values: Array) -> None:
-        """Replaces the whole of memory made by `Place.device_zeros`; for tests and tools."""
+        """Replaces the whole of memory made by a Place; for tests and tools."""
         self.owner.update_inplace(np.ascontiguousarray(values, self.dtype).view(np.uint8).ravel())
 
     def reshape(self, *shape: int) -> DeviceArray:
         if math.prod(shape) != math.prod(self.shape):
             raise AssertionError(f"{self.shape} is not {shape}")
         return DeviceArray(shape, self.dtype, self.address, self.device, self.owner)
+
+
+class NoMemory(MachineError):
+    """A device has too little memory. what: the same without what to do about it, which is about caches and states."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; ask for fewer blocks (--num-blocks) or requests (--max-batch-size)")
+        self.what = what
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,11 @@ class Place:
     widened: bool
     is_host: bool
 
+    @property
+    def spreads(self) -> bool:
+        """Whether graphs tell attention of sequences of its own here (lowering/spreading.py)."""
+        return not self.is_host
+
     def array_type(self, spec: TensorSpec) -> np.dtype[Any]:
         """The NumPy type in which a graph tensor lives here."""
         return (WIDENED if self.widened else OWN)[spec.dtype]
@@ -114,27 +127,25 @@ class Place:
         return np.zeros(shape, dtype) if self.is_host else self.device_zeros(shape, dtype)
 
     def device_zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> DeviceArray:
-        """Zeroed memory that is addressed as a device's is. Raises MachineError where there is not so much."""
+        """Zeroed memory that is addressed as a device's is. Raises NoMemory where there is not so much."""
         size = math.prod(shape) * dtype.itemsize
-        with self._needing(size, "ask for fewer blocks (--num-blocks) or requests (--max-batch-size)"):
+        with self._needing(size):
             owner = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), self.device, 0)
         return DeviceArray(tuple(shape), dtype, owner.data_ptr(), self.device, owner)
 
-    def device_empty(self, shape: Sequence[int], dtype: np.dtype[Any], *, remedy: str) -> DeviceArray:
-        """The same without a value in it. remedy: what to do where there is not so much."""
+    def device_empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> DeviceArray:
+        """The same without a value in it."""
         size = math.prod(shape) * dtype.itemsize
-        with self._needing(size, remedy):
+        with self._needing(size):
             owner = ort.OrtValue.ortvalue_from_shape_and_type((size,), np.uint8, self.device, 0)
         return DeviceArray(tuple(shape), dtype, owner.data_ptr(), self.device, owner)
 
     @contextlib.contextmanager
-    def _needing(self, size: int, remedy: str) -> Iterator[None]:
+    def _needing(self, size: int) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, MemoryError, ValueError) as error:
-            raise MachineError(
-                f"{size:,} bytes of memory on {self.device} are needed and cannot be had; {remedy}"
-            ) from error
+            raise NoMemory(f"{size:,} bytes of memory on {self.device} are needed and cannot be had") from error
 
 
 HOST = Place("cpu", widened=True, is_host=True)

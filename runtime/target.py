@@ -81,7 +81,7 @@ class TargetModel:
         at hidden states. All are heeded where the graph chooses, else everything is there. capture: the shape will come
         again, so the run may be recorded where the session records.
         """
-        shape = shape_of(segments, spread=not self._place.is_host)
+        shape = shape_of(segments, spread=self._place.spreads)
         if scored is None or self.on_run:
             scored = range(shape.num_tokens)
         everything = self._place.is_host or self.on_run is not None
@@ -117,7 +117,7 @@ class TargetModel:
         return shape.num_tokens * int(spec.shape[1]) * self._place.array_type(spec).itemsize
 
     def _prepare(self, shape: BatchShape, view: StateView | None, fetch: Fetch) -> Prepared:
-        batch, io = PackedBatch(shape, spread=not self._place.is_host), self.package.target.io
+        batch, io = PackedBatch(shape, spread=self._place.spreads), self.package.target.io
         extra: dict[str, Array] = {}
         if self.package.capacity:
             extra[contract.CAPTURE_COUNT] = np.zeros(shape.batch_size, np.int32)

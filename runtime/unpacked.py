@@ -16,15 +16,13 @@ from builder.errors import MachineError
 from builder.reader import GraphFile
 from runtime.bound_run import BoundRun
 from runtime.lowering.unpacking import packed_products, take_unpacked, unpack_all
-from runtime.place import DeviceArray, Place
+from runtime.place import DeviceArray, NoMemory, Place
 from runtime.session import Session, weighted_session
 
 PACKED_ROWS = 16
 """Most rows for which kernels that decode as they read take no longer than a product of twice to four times the bytes
 does; measured (benchmarks/gpu-notes.md).
 """
-
-
 REMEDY = "leave --unpacked-weights out"
 
 
@@ -35,8 +33,12 @@ def unpacked_session(graph: GraphFile, place: Place, *, cuda_graph: bool = False
     """
     if not any(packed_products(ir.load(graph.path).graph)):
         return None
-    weights = unpack(graph, place)
-    return Session(graph, "auto", take_unpacked, place, cuda_graph=cuda_graph, given=weights)
+    try:
+        weights = unpack(graph, place)
+        return Session(graph, "auto", take_unpacked, place, cuda_graph=cuda_graph, given=weights)
+    except MachineError as error:
+        what = error.what if isinstance(error, NoMemory) else error
+        raise MachineError(f"quantized weights cannot be unpacked: {what}; {REMEDY}") from error
 
 
 def unpack(graph: GraphFile, place: Place) -> Mapping[str, DeviceArray]:
@@ -46,10 +48,7 @@ def unpack(graph: GraphFile, place: Place) -> Mapping[str, DeviceArray]:
     """
     dtype = place.array_type(graph.io.output(HIDDEN_STATES))
     session = weighted_session(graph.path, [unpack_all], place, sparing=True)
-    weights = {entry.name: place.device_empty(entry.shape, dtype, remedy=REMEDY) for entry in session.get_outputs()}
+    weights = {entry.name: place.device_empty(entry.shape, dtype) for entry in session.get_outputs()}
     identities = {entry.name: np.eye(entry.shape[0], dtype=dtype) for entry in session.get_inputs()}
-    try:
-        BoundRun(session, place, identities, weights).run()
-    except MachineError as error:
-        raise MachineError(f"quantized weights cannot be unpacked: {error}; {REMEDY}") from error
+    BoundRun(session, place, identities, weights).run()
     return weights

@@ -116,9 +116,13 @@ def test_unpacked_weights_change_no_token_but_at_ties(
         runtime.load(model_package, "cuda", cuda_graph=recorded, unpacked_weights=unpacked)
         for unpacked in (False, True)
     )
-    assert unpacked.unpacked and unpacked.unpacked.unrecorded == 0
     prompts = texts(model_answers, "prompt") * 2
-    (theirs, _), (ours, _) = (run(loaded, prompts, 3, 16) for loaded in (packed, unpacked))
+    (theirs, _), (ours, engine) = (run(loaded, prompts, 3, 16) for loaded in (packed, unpacked))
+    assert unpacked.unpacked
+    runs = [prepared.bound for prepared in engine.target._runs._kept.values()]
+    over_unpacked = [bound for bound in runs if bound._session is unpacked.unpacked._session]
+    assert any(bound.graph_id > 0 for bound in over_unpacked) == recorded and 0 < len(over_unpacked) < len(runs)
+    assert unpacked.unpacked.unrecorded == 0
     assert not unexplained([r.token_ids for r in ours], [r.token_ids for r in theirs], model_answers, packed)
     accepted, oracle = acceptance(ours, model_answers, 3)
     assert accepted > oracle - ACCEPTANCE

@@ -38,7 +38,9 @@ def test_each_row_is_a_sequence_over_the_blocks_of_its_request() -> None:
     assert batch.arrays[contract.CUMULATIVE_LENGTHS].tolist() == [0, 3, 4], "states know requests alone"
     assert batch.arrays[contract.ATTENTION_METADATA].tolist() == [1, 10, 10]
     batch.fill(TWO, block_size=16)
-    assert batch.arrays[contract.ATTENTION_METADATA].tolist() == [1, 64, 1]
+    assert batch.arrays[contract.ATTENTION_METADATA].tolist() == [1, 64, 1], "what any such step may have"
+    batch.fill((Segment([5, 6, 7], 4, [3]), Segment([8], 9, [1, 2])))
+    assert batch.arrays[contract.BLOCK_TABLE].tolist() == [[3, -1, -1, -1]] * 3 + [[1, 2, -1, -1]]
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -52,8 +54,37 @@ def test_short_texts_and_prompts_are_attended_as_requests(spread: bool) -> None:
     assert (ATTENDED_LENGTHS in batch.arrays) == spread
     if spread:
         assert batch.arrays[ATTENDED_LENGTHS].tolist() == batch.arrays[contract.CUMULATIVE_LENGTHS].tolist()
-    long = Segment(range(MAX_SPREAD_ROWS + 1), 10_000, range(700))
-    assert shape_of([long, TWO[1]], spread=True).num_sequences == 2
+    batch.fill(TWO, block_size=16)
+    longest = 16 * (4 if spread else 3)
+    assert batch.arrays[contract.ATTENTION_METADATA].tolist() == [3, longest, 1], (
+        "one row may have all that others lack"
+    )
+    batch.fill((Segment([5, 6, 7], 4, [3]), Segment([8], 9, [1, 2])))
+    assert batch.arrays[contract.BLOCK_TABLE][:, :3].tolist() == [[3, -1, -1], [1, 2, -1]]
+
+
+@pytest.mark.parametrize(("rows", "sequences"), [(MAX_SPREAD_ROWS, MAX_SPREAD_ROWS + 1), (MAX_SPREAD_ROWS + 1, 2)])
+def test_more_rows_than_a_step_verifies_are_a_prompt(rows: int, sequences: int) -> None:
+    long = Segment(range(rows), 10_000, range(700))
+    assert shape_of([long, TWO[1]], spread=True).num_sequences == sequences
+
+
+@pytest.mark.parametrize(("blocks", "columns"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
+def test_tables_are_as_wide_as_the_next_power_of_two(blocks: int, columns: int) -> None:
+    assert shape_of([Segment([1], 5, range(blocks))], spread=True).num_columns == columns
+    assert shape_of([Segment([1], 5, range(blocks))], spread=False).num_columns == blocks
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_what_a_recorded_run_was_told_stands_still(block_size: int | None) -> None:
+    one = [Segment([8], 9, [1, 3])]
+    batch = PackedBatch(shape_of(one, spread=True), spread=True)
+    batch.fill(one, block_size)
+    before = batch.arrays[contract.ATTENTION_METADATA].tolist()
+    batch.advance([7])
+    assert batch.arrays[contract.PAST_LENGTHS].tolist() == [10]
+    after = before if block_size else [1, 11, 11]
+    assert batch.arrays[contract.ATTENTION_METADATA].tolist() == after
 
 
 def test_a_long_text_makes_the_whole_step_spread() -> None:
@@ -81,9 +112,15 @@ def test_drafts_are_verified_row_by_row(
     assert [request.token_ids for request in requests] == greedy_tokens
     assert counts_of(requests) == [tuple(row) for row in reference["accepted_evaluated_k3"].tolist()]
     assert engine.proposer
-    shapes = [key[0] for key in engine.target._runs._kept] + [key[1] for key in engine.proposer.head._runs._kept]
-    spread = [shape for shape in shapes if shape.num_sequences > shape.batch_size]  # type: ignore[attr-defined]
-    assert len(spread) >= 4, "the target's and the head's"
+    targets = [key[0] for key in engine.target._runs._kept]
+    firsts = [key[1] for key in engine.proposer.head._runs._kept if key[0] == "device" and key[3] == 0]
+    assert True in spread_of(targets)
+    assert spread_of(firsts) == ({False, True} if context else {True})
+
+
+def spread_of(shapes: list[Any]) -> set[bool]:
+    """Of the shapes with several rows a request: which kinds there are."""
+    return {shape.num_sequences > shape.batch_size for shape in shapes if shape.num_tokens > shape.batch_size}
 
 
 def test_attention_alone_reads_the_new_lengths(trained: LoadedPackage) -> None:
