@@ -58,15 +58,15 @@ def test_a_near_tie_of_unknown_logits_is_about_what_a_gpu_turned_over() -> None:
     [
         ("float16", False, 0.003),
         ("bfloat16", False, 0.084),
-        ("float16", True, 0.044),
-        ("bfloat16", True, 0.411),
+        ("float16", True, 0.223),
+        ("bfloat16", True, 0.553),
     ],
 )
 def test_near_ties_are_those_that_transformers_turns_over_in_half_precision(
     dtype: str, mixture: bool, measured: float
 ) -> None:
-    """The trained checkpoints, 512 tokens each."""
-    assert 1.5 * measured < Rounding(dtype, 8, mixture=mixture).near_tie < 1
+    """The trained checkpoints, 512 tokens each; of mixtures with noise of that size in the routers, 24 times."""
+    assert 1.3 * measured < Rounding(dtype, 8, mixture=mixture).near_tie < 1
 
 
 def test_errors_are_relative_and_by_norm() -> None:
