@@ -1,9 +1,8 @@
-"""Leads that a mixture's other experts turn over, by transformers in float32 with half precision's noise in its routers."""
+"""Leads that a mixture's other experts turn over: transformers in float32, half precision's noise in its routers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ class NoisyRouters:
         self.share = 0.0
         self.generator = torch.Generator()
 
-    def forward(self, router: Any, hidden: Any) -> tuple[Any, Any, Any]:
+    def route(self, router: Any, hidden: Any) -> tuple[Any, Any, Any]:
         import torch
 
         scores = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
@@ -42,13 +41,16 @@ class NoisyRouters:
 
 
 @pytest.fixture
-def routers(monkeypatch: pytest.MonkeyPatch) -> Iterator[NoisyRouters]:
+def routers(monkeypatch: pytest.MonkeyPatch) -> NoisyRouters:
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
     noisy = NoisyRouters()
-    forward = lambda router, hidden: noisy.forward(router, hidden)  # noqa: E731 - a method has to be a function
+
+    def forward(router: Any, hidden: Any) -> tuple[Any, Any, Any]:
+        return noisy.route(router, hidden)
+
     monkeypatch.setattr(modeling.Qwen3_5MoeTopKRouter, "forward", forward)
-    yield noisy
+    return noisy
 
 
 def logits_of(model: Any, answers: Any) -> Any:
@@ -87,9 +89,8 @@ def test_what_other_experts_turn_over_is_a_near_tie(routers: NoisyRouters, check
     for seed in range(SEEDS):
         routers.generator.manual_seed(seed)
         turned += lead[logits_of(target, answers).argmax(-1) != best.indices[:, 0]].tolist()
-    print(
-        f"scores are off by {routers.share:.1e}; leads turned over: {sorted(round(float(x), 3) for x in turned)[-5:]}"
-    )
+    largest = sorted(round(x, 3) for x in turned)[-5:]
+    print(f"scores are off by {routers.share:.1e}; leads turned over: {largest}")
     near_tie = Rounding(dtype, 8, mixture=True).near_tie
     assert len(turned) < 0.02 * SEEDS * len(lead), "few tokens have experts that are tied"
     assert max(turned, default=0.0) < near_tie
