@@ -134,3 +134,20 @@ def test_attention_alone_reads_the_new_lengths(trained: LoadedPackage) -> None:
     assert "PagedAttention" not in {use.node.op_type for use in inputs[contract.CUMULATIVE_LENGTHS].uses()}
     assert {use.idx for use in inputs[ATTENDED_LENGTHS].uses()} == {LENGTHS}
     assert np.array_equal([str(dim) for dim in inputs[contract.BLOCK_TABLE].shape or ()][:1], ["num_sequences"])
+
+
+def test_the_bound_is_crossed_in_the_middle_of_a_text(
+    trained: LoadedPackage, addressed: LoadedPackage, prompts: list[list[int]]
+) -> None:
+    """As it stands, with texts as long: one of them sets out 16 tokens below."""
+    tokens = [token for prompt in prompts for token in prompt]
+    long = (tokens * (1 + packing.SPREAD_CONTEXT // len(tokens)))[: packing.SPREAD_CONTEXT - 16]
+    found = []
+    for loaded in (trained, addressed):
+        engine = Engine(loaded, EngineOptions(max_batch_size=2, num_blocks=12))
+        requests = [engine.submit(prompt, 40, 3, ()) for prompt in (long, prompts[0])]
+        while engine.has_work:
+            engine.step()
+        found.append(([request.token_ids for request in requests], counts_of(requests)))
+    assert found[0] == found[1]
+    assert spread_of([key[0] for key in engine.target._runs._kept if key[0].num_tokens <= 8]) == {False, True}  # type: ignore[attr-defined]
