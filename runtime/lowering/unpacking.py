@@ -1,7 +1,7 @@
 """Unpacking: products with quantized weights become products with the same weights in the activations' own type.
 
 Kernels for packed weights decode them as they read, which pays for a few rows. With more of them the op decodes the
-whole weight first, at every run: half of such a step's time. Weights that were decoded once are given to the graph from
+whole weight first, at every run: a third of such a step. Weights that were decoded once are given to the graph from
 outside instead; they are what the op itself multiplies with, since it is the op that decodes them.
 """
 
