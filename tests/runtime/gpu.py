@@ -11,7 +11,7 @@ from fixtures import CHECKPOINTS, TRAINED
 from runtime import Engine, EngineOptions, Request
 from runtime.loading import LoadedPackage
 from runtime.rounding import Rounding
-from tests.runtime.counts import counts_of
+from tests.runtime.answers import counts_of
 
 TRAINED_ONES = [TRAINED, CHECKPOINTS / "trained_ct_moe_text", CHECKPOINTS / "trained_mo_moe_text"]
 OTHERS = sorted(folder for folder in CHECKPOINTS.iterdir() if not folder.name.startswith("trained"))

@@ -25,8 +25,8 @@ from runtime.loading import LoadedPackage
 from runtime.place import GPU, HOST
 from runtime.prepared import Choice
 from runtime.recording import dump
+from tests.runtime.answers import counts_of, oracle_counts, run_to_the_end
 from tests.runtime.conftest import ADDRESSED
-from tests.runtime.counts import counts_of
 
 GEOMETRY = StateGeometry(layers=(0, 2, 5), conv=(10, 3), recurrent=(4, 5, 3), key_heads=2, capacity=4)
 FLOAT32 = np.dtype(np.float32)
@@ -195,16 +195,14 @@ def test_the_whole_loop_over_device_memory(
     batch: int,
 ) -> None:
     engine = Engine(addressed, EngineOptions(num_blocks=64, max_batch_size=batch, max_draft_tokens=drafts))
-    requests = [engine.submit(prompt, 64, drafts) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
+    requests = run_to_the_end(engine, prompts, drafts)
     assert isinstance(engine.target.states, DeviceStates)
     assert [request.token_ids for request in requests] == greedy_tokens
     fetched = [contract.HIDDEN_STATES in run.bound.outputs for run in engine.target._runs._kept.values()]
     assert fetched and set(fetched) == {drafts > 0}, "nobody but a head reads them"
     if drafts:
         counts = counts_of(requests)
-        assert counts == [tuple(row) for row in reference[f"accepted_evaluated_k{drafts}"].tolist()]
+        assert counts == oracle_counts(reference, drafts)
 
 
 def test_arrivals_preemption_and_failures_over_device_memory(

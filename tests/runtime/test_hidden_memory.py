@@ -23,8 +23,8 @@ from runtime.lowering.feeding import FED_ROWS
 from runtime.packing import Segment
 from runtime.place import DeviceArray
 from runtime.request import Request
+from tests.runtime.answers import counts_of, oracle_counts, run_to_the_end
 from tests.runtime.conftest import ADDRESSED
-from tests.runtime.counts import counts_of
 from tests.runtime.idlers import let_sit_out
 
 SPEC = contract.TensorSpec(contract.HIDDEN_STATES, "float32", ("num_tokens", 4))
@@ -151,7 +151,7 @@ def test_a_failed_step_leaves_the_rows_that_are_fed_again(
     engine, requests = unsteady(addressed, prompts, batch)
     assert engine.stats.aborted_steps > 30
     assert [request.token_ids for request in requests] == greedy_tokens
-    assert counts_of(requests) == [tuple(row) for row in reference["accepted_evaluated_k3"].tolist()]
+    assert counts_of(requests) == oracle_counts(reference)
 
 
 def test_one_bank_alone_would_lose_them(
@@ -228,11 +228,9 @@ def test_recorded_runs_have_few_shapes(
 ) -> None:
     """However many drafts were accepted; tokens and counts are those of a head that was fed nothing more."""
     engine = Engine(recorded, EngineOptions(num_blocks=128, block_size=16, max_batch_size=batch))
-    requests = [engine.submit(prompt, 64, 3) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
+    requests = run_to_the_end(engine, prompts)
     assert [request.token_ids for request in requests] == greedy_tokens
-    assert counts_of(requests) == [tuple(row) for row in reference["accepted_evaluated_k3"].tolist()]
+    assert counts_of(requests) == oracle_counts(reference)
     assert engine.proposer
     firsts = [key[1] for key in engine.proposer.head._runs._kept if key[0] == "device" and key[3] == 0]
     assert len(firsts) <= 12, "as many as there are batch sizes, widths of the block table, and ends of texts"
@@ -271,7 +269,7 @@ def test_recordings_outlive_a_reset(
         while engine.has_work:
             engine.step()
         assert [request.token_ids for request in requests] == greedy_tokens
-        assert counts_of(requests) == [tuple(row) for row in reference["accepted_evaluated_k3"].tolist()]
+        assert counts_of(requests) == oracle_counts(reference)
         counts.append([session._recorded for session in sessions])
     assert all(counts[0]) and counts[1:] == counts[:-1]
 

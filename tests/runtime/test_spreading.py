@@ -14,7 +14,7 @@ from runtime import Engine, EngineOptions, packing
 from runtime.loading import LoadedPackage
 from runtime.lowering.spreading import ATTENDED_LENGTHS, LENGTHS, MAX_SPREAD_ROWS, spread_attention
 from runtime.packing import PackedBatch, Segment, shape_of
-from tests.runtime.counts import counts_of
+from tests.runtime.answers import counts_of, oracle_counts, run_to_the_end
 
 TWO = (Segment([5, 6, 7], 4, [2, 0]), Segment([8], 9, [1, 3, 4]))
 
@@ -106,11 +106,9 @@ def test_drafts_are_verified_row_by_row(
     """From the first token on, and from the 60th on, which falls in the middle of texts."""
     monkeypatch.setattr(packing, "SPREAD_CONTEXT", context)
     engine = Engine(addressed, EngineOptions(num_blocks=64, block_size=16, max_batch_size=batch))
-    requests = [engine.submit(prompt, 64, 3) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
+    requests = run_to_the_end(engine, prompts)
     assert [request.token_ids for request in requests] == greedy_tokens
-    assert counts_of(requests) == [tuple(row) for row in reference["accepted_evaluated_k3"].tolist()]
+    assert counts_of(requests) == oracle_counts(reference)
     assert engine.proposer
     targets = [key[0] for key in engine.target._runs._kept]
     firsts = [key[1] for key in engine.proposer.head._runs._kept if key[0] == "device" and key[3] == 0]

@@ -28,8 +28,8 @@ from runtime.place import Place
 from runtime.session import Session
 from runtime.unpacked import PACKED_ROWS, unpack, unpacked_session
 from tests.conftest import TinyFactory
+from tests.runtime.answers import counts_of, oracle_counts, run_to_the_end
 from tests.runtime.conftest import ADDRESSED
-from tests.runtime.counts import counts_of
 
 
 def stored(folder: Path, value: ir.Value) -> NDArray[Any]:
@@ -97,11 +97,9 @@ def test_tokens_and_acceptance_over_unpacked_weights(
 
     monkeypatch.setattr(BoundRun, "run", counted)
     engine = Engine(addressed, EngineOptions(max_batch_size=batch))
-    requests = [engine.submit(prompt, 64, 3) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
+    requests = run_to_the_end(engine, prompts)
     assert [request.token_ids for request in requests] == greedy_tokens
-    assert counts_of(requests) == [tuple(row) for row in reference["accepted_evaluated_k3"].tolist()]
+    assert counts_of(requests) == oracle_counts(reference)
     assert steps[True] and bool(steps[False]) == (packed_rows > 0)
 
 
