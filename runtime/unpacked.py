@@ -20,8 +20,8 @@ from runtime.place import DeviceArray, NoMemory, Place
 from runtime.session import Session, weighted_session
 
 PACKED_ROWS = 16
-"""Most rows for which kernels that decode as they read take no longer than a product of twice to four times the bytes
-does; measured (benchmarks/gpu-notes.md).
+"""Most rows for which kernels that decode as they read take no longer than products of twice to four times the bytes
+would; how that was told is in benchmarks/gpu-notes.md.
 """
 REMEDY = "leave --unpacked-weights out"
 
