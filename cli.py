@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from builder.exporter import GraphReport
     from builder.progress import Progress
     from runtime.generation import Ask, Generation
+    from runtime.loading import LoadedPackage
     from runtime.text import Tokenizer
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -351,10 +352,7 @@ def run(
     sampling.check()
     asks = _asks(tokenizer, package, sources, generation.Ask((), max_new_tokens, draft_tokens, sampling=sampling))
     loaded = runtime.load(package, ep, overlay, cuda_graph=cuda_graph, unpacked_weights=unpacked_weights)
-    if cuda_graph and not loaded.target.records:
-        warn(["--cuda-graph: nothing is recorded on a CPU"], quiet)
-    if unpacked_weights and not loaded.unpacked:
-        warn(["--unpacked-weights: nothing is unpacked on a CPU, or where nothing is quantized"], quiet)
+    warn(_without_effect(loaded, cuda_graph, unpacked_weights), quiet)
     sizes = runtime.EngineOptions(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -374,6 +372,16 @@ def run(
         for request in result.requests
     ]
     show(generation.to_json(result, texts), as_json, lambda: _print_generation(result, texts, quiet))
+
+
+def _without_effect(loaded: LoadedPackage, cuda_graph: bool, unpacked_weights: bool) -> list[str]:
+    """Which options for a GPU do nothing here, and why."""
+    lines = []
+    if cuda_graph and not loaded.target.records:
+        lines.append("--cuda-graph: nothing is recorded on a CPU")
+    if unpacked_weights and not loaded.unpacked:
+        lines.append("--unpacked-weights: nothing is unpacked on a CPU, or where nothing is quantized")
+    return lines
 
 
 def _tokenizer(package: Path, quiet: bool) -> Tokenizer | None:

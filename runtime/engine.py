@@ -88,14 +88,9 @@ class Engine:
             spec, rows = self.package.target.io.output(HIDDEN_STATES), num_blocks * block_size
             rows = min(options.max_scheduled_tokens, rows)
             self._hidden = HiddenMemory(spec, rows, seats, depth + 1, package.target.place)
+        memory, unpacked = self._hidden, package.unpacked
         self.target = TargetModel(
-            self.package,
-            package.target,
-            num_blocks,
-            block_size,
-            seats,
-            memory=self._hidden,
-            unpacked=package.unpacked,
+            self.package, package.target, num_blocks, block_size, seats, memory=memory, unpacked=unpacked
         )
         self.proposer: MtpProposer | None = None
         if head:

@@ -69,7 +69,7 @@ def take_unpacked(model: ir.Model) -> None:
         for product in products:
             _multiply(graph, product.node, given)
     for name, value in list(graph.initializers.items()):
-        if not value.uses():
+        if not value.uses():  # the packed weights: what a graph names may be loaded
             del graph.initializers[name]
 
 
